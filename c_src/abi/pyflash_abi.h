@@ -1,0 +1,102 @@
+/* The declarations that C and Python share: this file is included by C and is, without the lines
+ * that start with '#', the cdef of cffi. Plain C, no macros, no includes but the first.
+ * Strides count elements; a missing array is a null pointer; arguments have been checked. */
+#ifndef PYFLASH_ABI_H
+#define PYFLASH_ABI_H
+#include <stdint.h>
+
+/* A tensor of four axes. The first is the sequence of dense arrays, the page of page pools, and
+ * has length 1 in packed arrays. */
+typedef struct pf_tensor {
+    void *data;
+    int64_t stride_batch, stride_token, stride_head, stride_dim;
+    int32_t dtype;
+} pf_tensor;
+
+/* An array of 4- or 8-byte integers with one or two axes. */
+typedef struct pf_index {
+    const void *data;
+    int64_t stride[2];
+    int32_t item_bytes;
+} pf_index;
+
+/* One attention call. */
+typedef struct pf_attention_call {
+    pf_tensor q, k, v, out;
+    pf_tensor lse; /* one element a row: stride_dim is unused */
+    pf_index cu_seqlens_q, cu_seqlens_kv, seq_lens, block_table, q_offset;
+    int64_t batch, seqlen_q, seqlen_kv; /* lengths of the axes of dense arrays */
+    int64_t num_heads, num_kv_heads, head_dim, head_dim_v, page_size;
+    int64_t window_left, window_right; /* negative: without limit */
+    double scale;
+    int32_t causal;
+    int32_t num_splits;  /* 0: the family's own borders */
+    int32_t tile;        /* keys per tile; 0: the kernel's own */
+    int32_t family;      /* 0: by shape, 1: prefill, 2: decode */
+    int32_t isa;         /* row of the table of instruction sets */
+    int32_t num_threads; /* 0: as many as OpenMP would use */
+    void *workspace;     /* null: allocate */
+    int64_t workspace_bytes;
+} pf_attention_call;
+
+/* What a call would do. */
+typedef struct pf_plan {
+    int32_t num_threads;
+    int32_t tile_prefill, tile_decode;
+    int32_t panel_rows; /* query rows side by side in the registers of the prefill kernel */
+    int64_t block_rows; /* query rows of one prefill work item */
+    int64_t num_prefill_items, num_decode_items;
+    int64_t num_splits; /* largest number of parts of one sequence's keys */
+    int64_t max_rows;   /* largest number of query rows of a decode item */
+    int64_t tiles_total, tiles_skipped;
+    int64_t shared_bytes, thread_bytes, workspace_bytes;
+} pf_plan;
+
+/* Partial results (out, lse) of disjoint key sets, merged along the fixed tree of their indices. */
+typedef struct pf_merge_call {
+    pf_tensor parts, part_lse, out, lse; /* parts: one part; the next is stride_part further */
+    int64_t parts_stride_part, part_lse_stride_part;
+    const double *sinks; /* (num_heads,), or null */
+    int64_t num_parts, batch, seqlen, num_heads, head_dim;
+    int32_t isa;
+} pf_merge_call;
+
+/* Tokens and the places in a cache where they go. */
+typedef struct pf_append_call {
+    pf_tensor k, v; /* stride_batch is unused */
+    pf_tensor k_cache, v_cache;
+    const int64_t *slots; /* (num_tokens,): page * page_size + place, or -1 */
+    const double *cos;    /* (num_tokens, rotary_pairs), or null */
+    const double *sin;
+    int64_t num_tokens, num_kv_heads, head_dim, head_dim_v, page_size, rotary_pairs;
+    int32_t interleaved;
+    int32_t isa;
+} pf_append_call;
+
+/* All return a status; 0 is success. pf_status_text gives the words of any status. */
+int pf_attention(const pf_attention_call *call);
+int pf_attention_plan(const pf_attention_call *call, pf_plan *plan);
+int pf_merge_states(const pf_merge_call *call);
+int pf_append_kv(const pf_append_call *call);
+const char *pf_status_text(int status);
+
+/* Instruction sets: the rows that were compiled in, slowest first, and whether CPU and operating
+ * system allow them. */
+int pf_num_isas(void);
+const char *pf_isa_name(int isa);
+int pf_isa_supported(int isa);
+
+/* OpenMP: its version date, 0 for a serial build; the threads a call would use by default. */
+int pf_openmp_version(void);
+int pf_max_threads(void);
+
+/* Primitives of an instruction set, for tests. `wide` chooses float64. Each works on count
+ * elements; pf_primitive_exp2 computes 2^(x * factor) for x <= 0. */
+int pf_primitive_exp2(int isa, int wide, const void *x, double factor, void *out, int64_t count);
+int pf_primitive_load(int isa, int wide, int dtype, const void *x, int64_t stride, void *out, int64_t count);
+int pf_primitive_store(int isa, int wide, int dtype, const void *x, void *out, int64_t stride, int64_t count);
+int pf_primitive_lanes(int isa, int wide);
+int pf_primitive_transpose(int isa, int wide, const void *x, void *out);
+int pf_primitive_reduce(int isa, int wide, const void *x, void *sums, void *maximum);
+
+#endif

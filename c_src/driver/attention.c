@@ -1,0 +1,76 @@
+/* One attention call: plan, workspace, the parallel region, the join. */
+#include "driver.h"
+#include "entry.h"
+#include "parallel.h"
+
+#include "../dispatch/dispatch.h"
+
+#include <stdlib.h>
+
+typedef struct pf_run {
+    pf_context context;
+    char **scratch;  /* one per thread */
+    int num_threads; /* that really ran, which may be fewer than were asked for */
+} pf_run;
+
+static void start_context(pf_context *context, const pf_attention_call *call) {
+    context->compute_dtype = call->q.dtype == PF_F64 ? PF_F64 : PF_F32;
+    context->elem_bytes = pf_dtype_size(context->compute_dtype);
+    context->kernels = pf_kernels(call->isa, context->compute_dtype == PF_F64);
+}
+
+int pf_driver_plan(const pf_attention_call *call, pf_plan *plan) {
+    pf_context context;
+    start_context(&context, call);
+    pf_make_context(&context, call, 0, 0);
+    pf_count_tiles(&context);
+    *plan = context.plan;
+    return PF_STATUS_OK;
+}
+
+static void work(void *run_, int thread, int num_threads) {
+    pf_run *run = run_;
+    pf_context *context = &run->context;
+    if (thread == 0)
+        run->num_threads = num_threads;
+    if (context->plan.num_decode_items)
+        pf_decode_run(context, run->scratch[thread], thread, num_threads);
+    if (context->plan.num_prefill_items)
+        pf_prefill_run(context, run->scratch[thread] + context->decode_scratch_bytes);
+}
+
+static void run_in(pf_run *run, char *workspace) {
+    const pf_attention_call *call = run->context.call;
+    const int32_t num_threads = run->context.plan.num_threads;
+    char *at = (char *)(((uintptr_t)workspace + PF_ALIGNMENT - 1) / PF_ALIGNMENT * PF_ALIGNMENT);
+    int64_t *prefill_start = pf_carve(&at, pf_starts_bytes(call));
+    int64_t *decode_start = pf_carve(&at, pf_starts_bytes(call));
+    run->scratch = pf_carve(&at, num_threads * (int64_t)sizeof(char *));
+    for (int32_t t = 0; t < num_threads; t++)
+        run->scratch[t] = pf_carve(&at, run->context.plan.thread_bytes);
+    pf_make_context(&run->context, call, prefill_start, decode_start);
+    pf_parallel(num_threads, work, run);
+    if (run->context.plan.num_decode_items)
+        pf_decode_join(&run->context, run->scratch, run->num_threads);
+}
+
+int pf_driver_attention(const pf_attention_call *call) {
+    pf_run run;
+    start_context(&run.context, call);
+    pf_make_context(&run.context, call, 0, 0);
+    const pf_plan *plan = &run.context.plan;
+    if (plan->num_prefill_items + plan->num_decode_items == 0)
+        return PF_STATUS_OK;
+    if (call->workspace) {
+        if (call->workspace_bytes < plan->workspace_bytes)
+            return PF_STATUS_WORKSPACE_TOO_SMALL;
+        run_in(&run, call->workspace);
+        return PF_STATUS_OK;
+    }
+    char *workspace = malloc((size_t)plan->workspace_bytes);
+    if (!workspace)
+        return PF_STATUS_OUT_OF_MEMORY;
+    run_in(&run, workspace);
+    free(workspace);
+    return PF_STATUS_OK;
+}

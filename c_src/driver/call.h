@@ -1,0 +1,123 @@
+/* What the driver derives from a call: the sequences, their rows and splits, and where their keys
+ * lie. A "row" is one query of one head; the rows of a key/value head are numbered query by query
+ * and, within a query, head by head of the group, so that spans stay monotonic in the row. */
+#ifndef PF_DRIVER_CALL_H
+#define PF_DRIVER_CALL_H
+
+#include "../abi/pyflash_abi.h"
+#include "../kernels/table.h"
+#include "../shared/address.h"
+#include "../shared/span.h"
+
+/* Most rows per key/value head that the decode family takes. Part of the contract on bits. */
+#define PF_DECODE_MAX_ROWS 16
+/* Keys between two borders at which the decode family splits; a constant, so that bits don't depend
+ * on lengths or threads. Threads take contiguous runs of splits, which makes short ones cheap. */
+#define PF_DECODE_SPLIT_KEYS 512
+#define PF_DECODE_TILE_KEYS 64
+
+enum { PF_FAMILY_BY_SHAPE = 0, PF_FAMILY_PREFILL = 1, PF_FAMILY_DECODE = 2 };
+
+typedef struct pf_sequence {
+    int64_t index;
+    int64_t q_batch, q_token;   /* place of its first query */
+    int64_t kv_batch, kv_token; /* place of its first key, unless paged */
+    int64_t num_queries, num_rows;
+    pf_mask mask;
+    int decode;          /* which family */
+    int64_t first_split; /* splits [first_split, end_split) may hold visible keys */
+    int64_t end_split;
+} pf_sequence;
+
+static inline int64_t pf_index_at(const pf_index *index, int64_t i) {
+    return pf_integer_at(index->data, index->item_bytes, i * index->stride[0]);
+}
+
+/* First key of a split; the end of the last one is the number of keys. */
+static inline int64_t pf_split_lo(const pf_attention_call *call, const pf_sequence *s, int64_t split) {
+    const int64_t num_keys = s->mask.num_keys, n = call->num_splits;
+    if (n > 0) /* split * num_keys / n without overflow */
+        return split * (num_keys / n) + split * (num_keys % n) / n;
+    return s->decode ? pf_min(split * PF_DECODE_SPLIT_KEYS, num_keys) : split * num_keys;
+}
+
+static inline pf_sequence pf_get_sequence(const pf_attention_call *call, int64_t b) {
+    pf_sequence s = {.index = b, .q_batch = b, .kv_batch = b, .num_queries = call->seqlen_q};
+    int64_t num_keys = call->seqlen_kv;
+    if (call->cu_seqlens_q.data) {
+        s.q_batch = 0;
+        s.q_token = pf_index_at(&call->cu_seqlens_q, b);
+        s.num_queries = pf_index_at(&call->cu_seqlens_q, b + 1) - s.q_token;
+    }
+    if (call->cu_seqlens_kv.data) {
+        s.kv_batch = 0;
+        s.kv_token = pf_index_at(&call->cu_seqlens_kv, b);
+        num_keys = pf_index_at(&call->cu_seqlens_kv, b + 1) - s.kv_token;
+    }
+    if (call->seq_lens.data)
+        num_keys = pf_index_at(&call->seq_lens, b);
+    s.mask = (pf_mask){.num_keys = num_keys,
+                       .offset = call->q_offset.data ? pf_index_at(&call->q_offset, b) : num_keys - s.num_queries,
+                       .window_left = call->window_left,
+                       .window_right = call->window_right,
+                       .causal = call->causal};
+    s.num_rows = call->num_kv_heads ? s.num_queries * (call->num_heads / call->num_kv_heads) : 0;
+    s.decode = call->family ? call->family == PF_FAMILY_DECODE : s.num_rows <= PF_DECODE_MAX_ROWS;
+    s.end_split = call->num_splits > 0 ? call->num_splits : 1;
+    if (s.decode && call->num_splits <= 0 && s.num_rows > 0) {
+        const pf_span seen = pf_visible_to_any(&s.mask, 0, s.num_queries - 1);
+        s.first_split = seen.lo / PF_DECODE_SPLIT_KEYS;
+        s.end_split = pf_max(pf_ceil_div(seen.hi, PF_DECODE_SPLIT_KEYS), s.first_split + 1);
+    }
+    return s;
+}
+
+static inline int64_t pf_group(const pf_attention_call *call) {
+    return call->num_heads / call->num_kv_heads;
+}
+
+/* Spans of rows instead of queries. */
+static inline pf_span pf_row_span(const pf_attention_call *call, const pf_sequence *s, int64_t row) {
+    return pf_visible(&s->mask, row / pf_group(call));
+}
+
+static inline pf_span pf_rows_any(const pf_attention_call *call, const pf_sequence *s, int64_t first, int64_t end) {
+    return pf_visible_to_any(&s->mask, first / pf_group(call), (end - 1) / pf_group(call));
+}
+
+static inline pf_span pf_rows_all(const pf_attention_call *call, const pf_sequence *s, int64_t first, int64_t end) {
+    return pf_visible_to_all(&s->mask, first / pf_group(call), (end - 1) / pf_group(call));
+}
+
+/* The row of q, out or lse that belongs to a row of a key/value head. */
+static inline void *pf_row_of(const pf_attention_call *call, const pf_tensor *t, const pf_sequence *s,
+                              int64_t kv_head, int64_t row) {
+    const int64_t group = pf_group(call), head = kv_head * group + row % group;
+    const int64_t offset = s->q_batch * t->stride_batch + (s->q_token + row / group) * t->stride_token +
+                           head * t->stride_head;
+    return (char *)t->data + offset * pf_dtype_size(t->dtype);
+}
+
+/* Pointers to the rows of keys [lo, hi) in a cache of any address. */
+static inline void pf_key_rows(const pf_attention_call *call, const pf_tensor *t, const pf_sequence *s,
+                               int64_t kv_head, int64_t lo, int64_t hi, const void **rows) {
+    const int64_t size = pf_dtype_size(t->dtype), step = t->stride_token * size;
+    const char *base = (const char *)t->data + kv_head * t->stride_head * size;
+    if (!call->block_table.data) {
+        const char *row = base + (s->kv_batch * t->stride_batch + (s->kv_token + lo) * t->stride_token) * size;
+        for (int64_t j = lo; j < hi; j++, row += step)
+            *rows++ = row;
+        return;
+    }
+    const pf_index *table = &call->block_table;
+    while (lo < hi) {
+        const int64_t end = pf_min(hi, lo + pf_run_length(call->page_size, lo));
+        const int64_t entry = s->index * table->stride[0] + lo / call->page_size * table->stride[1];
+        const int64_t page = pf_integer_at(table->data, table->item_bytes, entry);
+        const char *row = base + size * pf_paged_offset(page, t->stride_batch, call->page_size, lo, t->stride_token);
+        for (; lo < end; lo++, row += step)
+            *rows++ = row;
+    }
+}
+
+#endif

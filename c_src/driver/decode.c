@@ -1,0 +1,271 @@
+/* The decode family: an item is up to PF_DECODE_MAX_ROWS query rows of one key/value head, a unit one
+ * split of its keys. Each thread takes one contiguous run of all units, so that it reads the cache as
+ * a few long streams; who takes what does not matter to the result, which follows the tree. */
+#include "driver.h"
+
+/* An item that a thread shares with its neighbours: the nodes it could not merge further. */
+typedef struct pf_partial {
+    int64_t item; /* -1: none */
+    int32_t is_last; /* holds the last split of the item */
+    int32_t depth;
+    pf_node node[PF_MAX_NODES];
+} pf_partial;
+
+typedef struct pf_scratch {
+    void *queries;  /* [rows][q_stride] */
+    void *scores;   /* [rows][scores_stride] */
+    void *k_copies; /* [tile][q_stride], for keys without unit stride */
+    void *v_copies; /* [tile][o_stride] */
+    const void **k_rows, **v_rows;
+    int32_t *lo, *hi;
+    char *states[3];      /* for whole items, the first partial item, the last partial item */
+    pf_partial *partial; /* first and last partial item of this thread */
+    int64_t q_stride, o_stride, scores_stride;
+} pf_scratch;
+
+/* Rows [first, first + num_rows) of a key/value head. */
+typedef struct pf_item {
+    const pf_context *context;
+    const pf_sequence *sequence;
+    int64_t id, kv_head, first;
+    int32_t num_rows;
+    int64_t o_stride;
+} pf_item;
+
+enum { ROWS_AHEAD = 16 };
+
+static int64_t padded(const pf_context *context, int64_t n) {
+    return pf_round_up(n, context->kernels->lanes);
+}
+
+static int64_t carve(const pf_context *context, char *base, pf_scratch *s) {
+    const pf_attention_call *call = context->call;
+    const int64_t e = context->elem_bytes, rows = context->plan.max_rows, tile = context->plan.tile_decode;
+    char *at = base;
+    s->q_stride = padded(context, call->head_dim);
+    s->o_stride = padded(context, call->head_dim_v);
+    s->scores_stride = padded(context, tile);
+    const pf_state_shape shape = {rows, rows * s->o_stride, e};
+    const int64_t states = pf_tree_nodes(context->plan.num_splits) * pf_state_bytes(&shape);
+    s->queries = pf_carve(&at, rows * s->q_stride * e);
+    s->scores = pf_carve(&at, rows * s->scores_stride * e);
+    s->k_copies = pf_carve(&at, call->k.stride_dim != 1 ? tile * s->q_stride * e : 0);
+    s->v_copies = pf_carve(&at, call->v.stride_dim != 1 ? tile * s->o_stride * e : 0);
+    s->k_rows = pf_carve(&at, (tile + ROWS_AHEAD) * (int64_t)sizeof(void *));
+    s->v_rows = pf_carve(&at, (tile + ROWS_AHEAD) * (int64_t)sizeof(void *));
+    s->lo = pf_carve(&at, rows * (int64_t)sizeof(int32_t));
+    s->hi = pf_carve(&at, rows * (int64_t)sizeof(int32_t));
+    for (int i = 0; i < 3; i++)
+        s->states[i] = pf_carve(&at, states);
+    s->partial = pf_carve(&at, 2 * (int64_t)sizeof(pf_partial));
+    return at - base;
+}
+
+int64_t pf_decode_scratch_bytes(const pf_context *context) {
+    pf_scratch scratch;
+    return carve(context, 0, &scratch);
+}
+
+static void merge_rows(const void *owner, pf_state into, pf_state from) {
+    const pf_item *item = owner;
+    item->context->kernels->state_merge(into.m, into.l, into.o, from.m, from.l, from.o, item->num_rows,
+                                        item->context->call->head_dim_v, item->o_stride, 1, item->context->scale.log2);
+}
+
+static pf_tree make_tree(const pf_item *item, char *states) {
+    const pf_context *context = item->context;
+    return (pf_tree){.first = item->sequence->first_split,
+                     .states = states,
+                     .shape = {item->num_rows, item->num_rows * item->o_stride, context->elem_bytes},
+                     .merge = merge_rows,
+                     .owner = item};
+}
+
+static void load_queries(const pf_scratch *s, const pf_item *item) {
+    const pf_context *context = item->context;
+    const pf_tensor *q = &context->call->q;
+    context->kernels->state_reset(0, 0, 0, s->queries, item->num_rows * s->q_stride);
+    for (int32_t r = 0; r < item->num_rows; r++) {
+        char *row = (char *)s->queries + r * s->q_stride * context->elem_bytes;
+        context->kernels->load_row(row, pf_row_of(context->call, q, item->sequence, item->kv_head, item->first + r),
+                                   q->stride_dim, context->call->head_dim, q->dtype);
+        context->kernels->state_scale(row, context->call->head_dim, context->scale.query_factor);
+    }
+}
+
+/* Pointers to keys [lo, hi), at unit stride: where they lie, or gathered. Returns how many of the
+ * keys behind, up to `end`, have pointers too. */
+static int64_t fetch_rows(const pf_item *item, const pf_tensor *t, int64_t lo, int64_t hi, int64_t end, int64_t width,
+                          void *copies, int64_t copy_stride, const void **rows) {
+    const pf_context *context = item->context;
+    if (t->stride_dim == 1) {
+        const int64_t ahead = pf_min(end - hi, ROWS_AHEAD);
+        pf_key_rows(context->call, t, item->sequence, item->kv_head, lo, hi + ahead, rows);
+        return ahead;
+    }
+    pf_key_rows(context->call, t, item->sequence, item->kv_head, lo, hi, rows);
+    for (int64_t j = 0; j < hi - lo; j++) {
+        char *copy = (char *)copies + j * copy_stride * context->elem_bytes;
+        context->kernels->load_row(copy, rows[j], t->stride_dim, width, t->dtype);
+        rows[j] = copy;
+    }
+    return 0;
+}
+
+/* The recurrence over one split of the keys, from the empty state. */
+static void run_split(const pf_scratch *s, const pf_item *item, int64_t split, pf_state state) {
+    const pf_context *context = item->context;
+    const pf_attention_call *call = context->call;
+    const int64_t tile = context->plan.tile_decode, end_row = item->first + item->num_rows;
+    const pf_span keys = {pf_split_lo(call, item->sequence, split), pf_split_lo(call, item->sequence, split + 1)};
+    const pf_span any = pf_clip(pf_rows_any(call, item->sequence, item->first, end_row), keys.lo, keys.hi);
+    const pf_span all = pf_rows_all(call, item->sequence, item->first, end_row);
+    context->kernels->state_reset(state.m, state.l, item->num_rows, state.o, item->num_rows * s->o_stride);
+    pf_decode_block block = {.q = s->queries,
+                             .k_rows = s->k_rows,
+                             .v_rows = s->v_rows,
+                             .scores = s->scores,
+                             .m = state.m,
+                             .l = state.l,
+                             .o = state.o,
+                             .q_stride = s->q_stride,
+                             .scores_stride = s->scores_stride,
+                             .o_stride = s->o_stride,
+                             .head_dim = call->head_dim,
+                             .head_dim_v = call->head_dim_v,
+                             .scale_log2 = context->scale.log2,
+                             .num_rows = item->num_rows,
+                             .dtype = call->k.dtype};
+    for (int64_t lo = keys.lo + (any.lo - keys.lo) / tile * tile; lo < any.hi; lo += tile) {
+        const pf_span present = pf_clip(any, lo, lo + tile);
+        const int64_t k_ahead = fetch_rows(item, &call->k, present.lo, present.hi, any.hi, call->head_dim, s->k_copies,
+                                           s->q_stride, s->k_rows);
+        const int64_t v_ahead = fetch_rows(item, &call->v, present.lo, present.hi, any.hi, call->head_dim_v,
+                                           s->v_copies, s->o_stride, s->v_rows);
+        block.num_ahead = (int32_t)pf_min(k_ahead, v_ahead);
+        block.key_lo = (int32_t)(present.lo - lo);
+        block.key_hi = (int32_t)(present.hi - lo);
+        block.lo = block.hi = 0;
+        if (all.lo > present.lo || all.hi < present.hi) {
+            for (int32_t r = 0; r < item->num_rows; r++) {
+                const pf_span span = pf_clip(pf_row_span(call, item->sequence, item->first + r), lo, lo + tile);
+                s->lo[r] = (int32_t)(span.lo - lo);
+                s->hi[r] = (int32_t)(span.hi - lo);
+            }
+            block.lo = s->lo;
+            block.hi = s->hi;
+        }
+        context->kernels->decode_block(&block);
+    }
+}
+
+static void run_splits(const pf_scratch *s, const pf_item *item, int64_t first, int64_t end, pf_tree *tree) {
+    load_queries(s, item);
+    for (int64_t split = first; split < end; split++) {
+        run_split(s, item, split, pf_tree_next(tree));
+        pf_tree_push(tree, (pf_node){split, 0});
+    }
+}
+
+static void finish_item(const pf_scratch *s, const pf_item *item, pf_state state) {
+    const pf_context *context = item->context;
+    const pf_sequence *sequence = item->sequence;
+    uint32_t not_finite = 0;
+    for (int32_t r = 0; r < item->num_rows; r++) {
+        void *o = (char *)state.o + r * s->o_stride * context->elem_bytes;
+        if (!pf_finish_row(context, sequence, item->kv_head, item->first + r, o, pf_real_at(context, state.m, r),
+                           pf_real_at(context, state.l, r)))
+            not_finite |= (uint32_t)1 << r;
+    }
+    if (!not_finite || item->num_rows == 1)
+        return;
+    /* As in the prefill family: alone, a row touches no key that it does not see. */
+    const pf_span any = pf_rows_any(context->call, sequence, item->first, item->first + item->num_rows);
+    for (int32_t r = 0; r < item->num_rows; r++) {
+        const pf_span own = pf_row_span(context->call, sequence, item->first + r);
+        if (!(not_finite >> r & 1) || (own.lo == any.lo && own.hi == any.hi))
+            continue;
+        pf_item alone = *item;
+        alone.first = item->first + r;
+        alone.num_rows = 1;
+        pf_tree tree = make_tree(&alone, s->states[0]);
+        run_splits(s, &alone, sequence->first_split, sequence->end_split, &tree);
+        finish_item(s, &alone, pf_tree_close(&tree));
+    }
+}
+
+/* Item `number` of a sequence; items of a sequence go key/value head by head. */
+static pf_item get_item(const pf_context *context, const pf_scratch *s, const pf_sequence *sequence, int64_t number) {
+    const int64_t per_head = pf_ceil_div(sequence->num_rows, PF_DECODE_MAX_ROWS);
+    pf_item item = {.context = context, .sequence = sequence, .kv_head = number / per_head, .o_stride = s->o_stride};
+    const int64_t splits = sequence->end_split - sequence->first_split;
+    item.id = context->decode_start[sequence->index] + number * splits; /* its first unit */
+    item.first = number % per_head * PF_DECODE_MAX_ROWS;
+    item.num_rows = (int32_t)pf_min(PF_DECODE_MAX_ROWS, sequence->num_rows - item.first);
+    return item;
+}
+
+void pf_decode_run(pf_context *context, char *base, int thread, int num_threads) {
+    const pf_attention_call *call = context->call;
+    const int64_t units = context->plan.num_decode_items;
+    const int64_t share = units / num_threads, rest = units % num_threads;
+    int64_t unit = thread * share + pf_min(thread, rest);
+    const int64_t end = unit + share + (thread < rest);
+    pf_scratch s;
+    carve(context, base, &s);
+    s.partial[0].item = s.partial[1].item = -1;
+    while (unit < end) {
+        const int64_t b = pf_find_sequence(context->decode_start, call->batch, unit);
+        const pf_sequence sequence = pf_get_sequence(call, b);
+        const int64_t splits = sequence.end_split - sequence.first_split;
+        const pf_item item = get_item(context, &s, &sequence, (unit - context->decode_start[b]) / splits);
+        const int64_t first = unit - item.id, last = pf_min(splits, end - item.id);
+        const int whole = first == 0 && last == splits;
+        const int which = whole ? 0 : first > 0 ? 1 : 2;
+        pf_tree tree = make_tree(&item, s.states[which]);
+        run_splits(&s, &item, sequence.first_split + first, sequence.first_split + last, &tree);
+        if (whole) {
+            finish_item(&s, &item, pf_tree_close(&tree));
+        } else {
+            pf_partial *partial = &s.partial[which - 1];
+            partial->item = item.id;
+            partial->is_last = last == splits;
+            partial->depth = tree.depth;
+            for (int32_t i = 0; i < tree.depth; i++)
+                partial->node[i] = tree.node[i];
+        }
+        unit = item.id + last;
+    }
+}
+
+void pf_decode_join(pf_context *context, char *const scratch[], int num_threads) {
+    pf_scratch own, other;
+    carve(context, scratch[0], &own);
+    pf_sequence sequence = {.index = -1};
+    pf_item item = {.id = -1};
+    pf_tree tree = {.depth = 0};
+    for (int thread = 0; thread < num_threads; thread++) {
+        carve(context, scratch[thread], &other);
+        for (int which = 0; which < 2; which++) {
+            const pf_partial *partial = &other.partial[which];
+            if (partial->item < 0)
+                continue;
+            if (partial->item != item.id) {
+                const int64_t b = pf_find_sequence(context->decode_start, context->call->batch, partial->item);
+                sequence = pf_get_sequence(context->call, b);
+                const int64_t splits = sequence.end_split - sequence.first_split;
+                item = get_item(context, &own, &sequence, (partial->item - context->decode_start[b]) / splits);
+                tree = make_tree(&item, own.states[0]);
+            }
+            pf_tree theirs = tree;
+            theirs.states = other.states[which + 1];
+            for (int32_t i = 0; i < partial->depth; i++) {
+                __builtin_memcpy(pf_tree_next(&tree).m, pf_tree_state(&theirs, i).m,
+                                 (size_t)pf_state_bytes(&tree.shape));
+                pf_tree_push(&tree, partial->node[i]);
+            }
+            if (partial->is_last)
+                finish_item(&own, &item, pf_tree_close(&tree));
+        }
+    }
+}

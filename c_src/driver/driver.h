@@ -1,0 +1,72 @@
+/* What the parts of the driver share: the plan of a call, the context of a run, and carving of one
+ * allocation into pieces. */
+#ifndef PF_DRIVER_DRIVER_H
+#define PF_DRIVER_DRIVER_H
+
+#include "call.h"
+#include "scale.h"
+#include "tree.h"
+
+typedef struct pf_context {
+    const pf_attention_call *call;
+    const pf_real_kernels *kernels;
+    pf_plan plan;
+    pf_scale scale;
+    int64_t elem_bytes;
+    int32_t compute_dtype;
+    int64_t decode_scratch_bytes; /* the rest of a thread's scratch is for prefill */
+    int64_t *prefill_start; /* (batch + 1,): first work item of each sequence */
+    int64_t *decode_start;  /* (batch + 1,): first unit (one split of one item) of each sequence */
+    int64_t next_prefill_item;
+} pf_context;
+
+enum { PF_ALIGNMENT = 64 };
+
+static inline int64_t pf_starts_bytes(const pf_attention_call *call) {
+    return pf_round_up((call->batch + 1) * (int64_t)sizeof(int64_t), PF_ALIGNMENT);
+}
+
+/* A piece of the next `bytes`, aligned to cache lines. Starting from null it adds up sizes. */
+static inline void *pf_carve(char **at, int64_t bytes) {
+    char *piece = *at;
+    *at += pf_round_up(bytes, PF_ALIGNMENT);
+    return piece;
+}
+
+/* The sequence that holds item i of a prefix sum over sequences. */
+static inline int64_t pf_find_sequence(const int64_t *start, int64_t batch, int64_t i) {
+    int64_t lo = 0, hi = batch;
+    while (hi - lo > 1) {
+        const int64_t middle = lo + (hi - lo) / 2;
+        if (start[middle] <= i)
+            lo = middle;
+        else
+            hi = middle;
+    }
+    return lo;
+}
+
+/* plan.c: everything of the context that follows from the call and context->kernels; starts may be
+ * null, or arrays of batch + 1 to be filled. */
+void pf_make_context(pf_context *context, const pf_attention_call *call, int64_t *prefill_start,
+                     int64_t *decode_start);
+void pf_count_tiles(pf_context *context);
+
+/* finish.c: one finished row to out and lse; returns whether the outputs are finite. */
+int pf_finish_row(const pf_context *context, const pf_sequence *sequence, int64_t kv_head, int64_t row, void *o,
+                  double m, double l);
+
+/* prefill.c and decode.c: scratch memory of one thread, and the work. */
+int64_t pf_prefill_scratch_bytes(const pf_context *context);
+void pf_prefill_run(pf_context *context, char *scratch);
+int64_t pf_decode_scratch_bytes(const pf_context *context);
+void pf_decode_run(pf_context *context, char *scratch, int thread, int num_threads);
+/* After all threads: items whose splits were shared between threads. */
+void pf_decode_join(pf_context *context, char *const scratch[], int num_threads);
+
+/* Element r of an array of the compute type. */
+static inline double pf_real_at(const pf_context *context, const void *array, int64_t r) {
+    return context->elem_bytes == 8 ? ((const double *)array)[r] : (double)((const float *)array)[r];
+}
+
+#endif

@@ -1,0 +1,85 @@
+/* Merging partial results: each part (out, lse) is the state (m = lse, l = 1, o = out), and the
+ * parts go through the same tree as the splits of a call. */
+#include "driver.h"
+#include "entry.h"
+
+#include "../dispatch/dispatch.h"
+
+#include <math.h>
+#include <stdlib.h>
+
+typedef struct pf_merger {
+    const pf_merge_call *call;
+    const pf_real_kernels *kernels;
+    int64_t elem_bytes;
+} pf_merger;
+
+static void merge_one(const void *owner, pf_state into, pf_state from) {
+    const pf_merger *merger = owner;
+    merger->kernels->state_merge(into.m, into.l, into.o, from.m, from.l, from.o, 1, merger->call->head_dim,
+                                 merger->call->head_dim, 1, PF_LOG2_E);
+}
+
+static double get_real(const void *x, int64_t wide) {
+    return wide == 8 ? *(const double *)x : (double)*(const float *)x;
+}
+
+static void set_real(void *x, int64_t wide, double value) {
+    if (wide == 8)
+        *(double *)x = value;
+    else
+        *(float *)x = (float)value;
+}
+
+static void *element(const pf_tensor *t, int64_t b, int64_t token, int64_t head, int64_t part) {
+    const int64_t offset = part + b * t->stride_batch + token * t->stride_token + head * t->stride_head;
+    return (char *)t->data + offset * pf_dtype_size(t->dtype);
+}
+
+static void merge_row(const pf_merger *merger, pf_tree *tree, int64_t b, int64_t token, int64_t head) {
+    const pf_merge_call *call = merger->call;
+    for (int64_t part = 0; part < call->num_parts; part++) {
+        const pf_state state = pf_tree_next(tree);
+        const double lse =
+            get_real(element(&call->part_lse, b, token, head, part * call->part_lse_stride_part), merger->elem_bytes);
+        merger->kernels->state_reset(state.m, state.l, 1, state.o, call->head_dim);
+        if (lse != -(double)INFINITY) { /* an empty part stays the neutral state */
+            set_real(state.m, merger->elem_bytes, lse);
+            set_real(state.l, merger->elem_bytes, 1.0);
+            merger->kernels->load_row(state.o,
+                                      element(&call->parts, b, token, head, part * call->parts_stride_part),
+                                      call->parts.stride_dim, call->head_dim, call->parts.dtype);
+        }
+        pf_tree_push(tree, (pf_node){part, 0});
+    }
+    const pf_state state = pf_tree_close(tree);
+    const double m = get_real(state.m, merger->elem_bytes), l = get_real(state.l, merger->elem_bytes);
+    double factor = l == 0 ? 0 : 1 / l;
+    if (call->sinks && l != 0) { /* one more term in the denominator, without a value */
+        const double sink = call->sinks[head], top = fmax(m, sink);
+        const double weight = exp(m - top);
+        factor = sink == (double)INFINITY ? 0 : weight / (l * weight + exp(sink - top));
+        if (isnan(sink))
+            factor = sink;
+    }
+    merger->kernels->state_scale(state.o, call->head_dim, factor);
+    merger->kernels->store_row(element(&call->out, b, token, head, 0), call->out.stride_dim, state.o, call->head_dim,
+                               call->out.dtype);
+    set_real(element(&call->lse, b, token, head, 0), merger->elem_bytes, l == 0 ? -(double)INFINITY : m + log(l));
+}
+
+int pf_driver_merge(const pf_merge_call *call) {
+    const int wide = call->part_lse.dtype == PF_F64;
+    const pf_merger merger = {call, pf_kernels(call->isa, wide), wide ? 8 : 4};
+    pf_tree tree = {.shape = {1, call->head_dim, merger.elem_bytes}, .merge = merge_one, .owner = &merger};
+    char *memory = malloc((size_t)(pf_tree_nodes(call->num_parts) * pf_state_bytes(&tree.shape)));
+    if (!memory)
+        return PF_STATUS_OUT_OF_MEMORY;
+    tree.states = memory;
+    for (int64_t b = 0; b < call->batch; b++)
+        for (int64_t token = 0; token < call->seqlen; token++)
+            for (int64_t head = 0; head < call->num_heads; head++)
+                merge_row(&merger, &tree, b, token, head);
+    free(memory);
+    return PF_STATUS_OK;
+}

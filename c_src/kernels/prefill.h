@@ -1,0 +1,158 @@
+/* Tile kernel for many query rows. Everything is transposed, S^T = K Q^T and O^T = V^T P^T: query
+ * rows lie along the lanes of vectors, so K and V are read by broadcast from where they lie, softmax
+ * has no step across lanes, and a mask is a compare with the key's number. Two micro-kernels of one
+ * shape (MICRO_ROWS x num_vectors sums in registers) serve both products. Included once per element
+ * type. */
+
+/* Scores of num_rows keys; returns their maximum per lane in `top`. Each score is one chain of
+ * fused operations in the order of the head dimension, whatever stands beside it. */
+PF_INLINE void V(score_rows)(const int num_rows, const int num_vectors, const int masked,
+                             const pf_prefill_tile *tile, int64_t first, const V(vec) *lo, const V(vec) *hi,
+                             V(vec) *top) {
+    const int64_t width = (int64_t)num_vectors * V(LANES);
+    const V(elem) *q = tile->q;
+    const V(elem) *rows[8];
+    V(vec) sums[8][8];
+    PF_UNROLL
+    for (int r = 0; r < num_rows; r++) {
+        rows[r] = tile->k_rows[first + r];
+        PF_UNROLL
+        for (int w = 0; w < num_vectors; w++)
+            sums[r][w] = V(zero)();
+    }
+    PF_UNROLL_4
+    for (int64_t d = 0; d < tile->head_dim; d++) {
+        V(vec) lanes[8];
+        PF_UNROLL
+        for (int w = 0; w < num_vectors; w++)
+            lanes[w] = V(load)(q + d * width + w * V(LANES));
+        PF_UNROLL
+        for (int r = 0; r < num_rows; r++) {
+            const V(vec) key = V(set1)(rows[r][d]);
+            PF_UNROLL
+            for (int w = 0; w < num_vectors; w++)
+                sums[r][w] = V(fma)(key, lanes[w], sums[r][w]);
+        }
+    }
+    V(elem) *scores = (V(elem) *)tile->scores + first * width;
+    PF_UNROLL
+    for (int r = 0; r < num_rows; r++) {
+        PF_UNROLL
+        for (int w = 0; w < num_vectors; w++) {
+            V(vec) s = sums[r][w];
+            if (masked) /* before the maximum: a key that is not seen must not move it */
+                s = V(keep)(s, V(set1)((V(elem))(first + r)), lo[w], hi[w]);
+            V(store)(scores + r * width + w * V(LANES), s);
+            top[w] = V(max)(top[w], s);
+        }
+    }
+}
+
+/* Columns [column, column + num_columns) of the output: the tile's keys are summed from zero, then
+ * added to the running sums, so that no sum is a chain over all keys. */
+PF_INLINE void V(value_columns)(const int num_columns, const int num_vectors, const pf_prefill_tile *tile,
+                                int64_t column, const V(vec) *alpha) {
+    const int64_t width = (int64_t)num_vectors * V(LANES);
+    const V(elem) *weights = tile->scores;
+    V(vec) sums[8][8];
+    PF_UNROLL
+    for (int c = 0; c < num_columns; c++) {
+        PF_UNROLL
+        for (int w = 0; w < num_vectors; w++)
+            sums[c][w] = V(zero)();
+    }
+    PF_UNROLL_4
+    for (int64_t j = 0; j < tile->num_keys; j++) {
+        const V(elem) *value = (const V(elem) *)tile->v_rows[j] + column;
+        V(vec) lanes[8];
+        PF_UNROLL
+        for (int w = 0; w < num_vectors; w++)
+            lanes[w] = V(load)(weights + j * width + w * V(LANES));
+        PF_UNROLL
+        for (int c = 0; c < num_columns; c++) {
+            const V(vec) x = V(set1)(value[c]);
+            PF_UNROLL
+            for (int w = 0; w < num_vectors; w++)
+                sums[c][w] = V(fma)(x, lanes[w], sums[c][w]);
+        }
+    }
+    V(elem) *o = (V(elem) *)tile->o + column * width;
+    PF_UNROLL
+    for (int c = 0; c < num_columns; c++) {
+        PF_UNROLL
+        for (int w = 0; w < num_vectors; w++) {
+            V(elem) *place = o + c * width + w * V(LANES);
+            V(store)(place, V(fma)(V(load)(place), alpha[w], sums[c][w]));
+        }
+    }
+}
+
+PF_INLINE void V(prefill_body)(const int num_vectors, const int masked, const pf_prefill_tile *tile) {
+    const V(weights) weights = V(weights_of)(tile->scale_log2);
+    V(elem) *m = tile->m, *l = tile->l, *scores = tile->scores;
+    V(vec) lo[8], hi[8], top[8], alpha[8];
+    PF_UNROLL
+    for (int w = 0; w < num_vectors; w++) {
+        top[w] = V(load)(m + w * V(LANES));
+        alpha[w] = top[w];
+        if (masked) {
+            V(elem) ends[2][V(LANES)];
+            for (int i = 0; i < V(LANES); i++) {
+                ends[0][i] = (V(elem))tile->lo[w * V(LANES) + i];
+                ends[1][i] = (V(elem))tile->hi[w * V(LANES) + i];
+            }
+            lo[w] = V(load)(ends[0]);
+            hi[w] = V(load)(ends[1]);
+        }
+    }
+
+    int64_t j = 0;
+    for (; j + V(MICRO_ROWS) <= tile->num_keys; j += V(MICRO_ROWS))
+        V(score_rows)(V(MICRO_ROWS), num_vectors, masked, tile, j, lo, hi, top);
+    if (V(MICRO_ROWS) > 4)
+        for (; j + 4 <= tile->num_keys; j += 4)
+            V(score_rows)(4, num_vectors, masked, tile, j, lo, hi, top);
+    for (; j + 2 <= tile->num_keys; j += 2)
+        V(score_rows)(2, num_vectors, masked, tile, j, lo, hi, top);
+    if (j < tile->num_keys)
+        V(score_rows)(1, num_vectors, masked, tile, j, lo, hi, top);
+
+    V(vec) sums[8];
+    PF_UNROLL
+    for (int w = 0; w < num_vectors; w++) {
+        V(store)(m + w * V(LANES), top[w]);
+        alpha[w] = V(weight)(V(sub)(alpha[w], top[w]), weights);
+        sums[w] = V(zero)();
+    }
+    for (j = 0; j < tile->num_keys; j++) {
+        PF_UNROLL
+        for (int w = 0; w < num_vectors; w++) {
+            V(elem) *place = scores + (j * num_vectors + w) * V(LANES);
+            const V(vec) p = V(weight)(V(sub)(V(load)(place), top[w]), weights);
+            V(store)(place, p);
+            sums[w] = V(add)(sums[w], p);
+        }
+    }
+    PF_UNROLL
+    for (int w = 0; w < num_vectors; w++)
+        V(store)(l + w * V(LANES), V(fma)(V(load)(l + w * V(LANES)), alpha[w], sums[w]));
+
+    int64_t column = 0;
+    for (; column + V(MICRO_ROWS) <= tile->head_dim_v; column += V(MICRO_ROWS))
+        V(value_columns)(V(MICRO_ROWS), num_vectors, tile, column, alpha);
+    if (V(MICRO_ROWS) > 4)
+        for (; column + 4 <= tile->head_dim_v; column += 4)
+            V(value_columns)(4, num_vectors, tile, column, alpha);
+    for (; column + 2 <= tile->head_dim_v; column += 2)
+        V(value_columns)(2, num_vectors, tile, column, alpha);
+    if (column < tile->head_dim_v)
+        V(value_columns)(1, num_vectors, tile, column, alpha);
+}
+
+#define PF_INSTANCE(n)                                                                                       \
+    static void V(prefill_##n)(const pf_prefill_tile *tile) {                                                \
+        if (tile->lo)                                                                                        \
+            V(prefill_body)(n, 1, tile);                                                                     \
+        else                                                                                                 \
+            V(prefill_body)(n, 0, tile);                                                                     \
+    }

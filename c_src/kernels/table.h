@@ -1,0 +1,96 @@
+/* The contract between driver and kernels: what a tile kernel gets, and the table that holds the
+ * kernels of one instruction set. Kernels do arithmetic on one tile: no allocation, no threads,
+ * no errors. "real" below is float or double, whichever the table row is for.
+ *
+ * Scores are raw products q.k; a weight is exp2((score - m) * scale_log2). m never falls below
+ * PF_LOWEST, a finite number, so that a tile without visible keys leaves 0 behind, not NaN. */
+#ifndef PF_KERNELS_TABLE_H
+#define PF_KERNELS_TABLE_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+/* A panel of query rows, one in each lane of num_vectors vectors: width = num_vectors * lanes. */
+typedef struct pf_prefill_tile {
+    const void *q;             /* real [head_dim][width] */
+    const void *const *k_rows; /* num_keys pointers to real [head_dim] */
+    const void *const *v_rows; /* num_keys pointers to real [head_dim_v] */
+    const int32_t *lo, *hi;    /* [width]: lane w sees keys lo[w] <= j < hi[w]; null: all keys */
+    void *scores;              /* real [num_keys][width], scratch */
+    void *m, *l;               /* real [width] */
+    void *o;                   /* real [head_dim_v][width] */
+    int64_t num_keys, head_dim, head_dim_v;
+    double scale_log2;
+    int32_t num_vectors;
+} pf_prefill_tile;
+
+/* A block of keys for a few rows that read the same keys. Keys are numbered from the start of the
+ * block; [key_lo, key_hi) are present, the others are seen by no row. */
+typedef struct pf_decode_block {
+    const void *q;             /* real [num_rows][q_stride], zero behind head_dim */
+    const void *const *k_rows; /* pointers to the keys from key_lo on, as stored, unit stride */
+    const void *const *v_rows;
+    const int32_t *lo, *hi; /* [num_rows]: visible keys of each row; null: all that are present */
+    void *scores;           /* real [num_rows][scores_stride], scratch */
+    void *m, *l;            /* real [num_rows] */
+    void *o;                /* real [num_rows][o_stride] */
+    int64_t q_stride, scores_stride, o_stride;
+    int64_t head_dim, head_dim_v;
+    double scale_log2;
+    int32_t key_lo, key_hi;
+    int32_t num_ahead; /* row pointers that are valid behind key_hi, to prefetch */
+    int32_t num_rows;
+    int32_t dtype;
+} pf_decode_block;
+
+typedef struct pf_real_kernels {
+    int32_t lanes, panel_vectors;
+    int32_t prefill_tile_keys; /* keys per tile; borders at multiples of it, from key 0 */
+
+    void (*prefill_tile)(const pf_prefill_tile *tile);
+    void (*decode_block)(const pf_decode_block *block);
+
+    /* Empty states: m = PF_LOWEST, l = 0, o = 0. */
+    void (*state_reset)(void *m, void *l, int64_t num_rows, void *o, int64_t num_outputs);
+    /* Add state b to state a; output (r, d) lies at o[r * row_stride + d * dim_stride], and one of
+     * the two strides is 1. */
+    void (*state_merge)(void *m, void *l, void *o, const void *m_b, const void *l_b, const void *o_b,
+                        int64_t num_rows, int64_t num_dims, int64_t row_stride, int64_t dim_stride,
+                        double scale_log2);
+    /* Multiply n outputs by a factor; return 1 if all results are finite. */
+    int (*state_scale)(void *o, int64_t n, double factor);
+
+    /* Rows of a panel, one in each lane: num_rows pointers to rows of head_dim elements as stored,
+     * to real [head_dim][width], times a factor; lanes without a row become 0. scratch: real
+     * [lanes][scratch_stride]. */
+    void (*pack_queries)(void *panel, int32_t num_vectors, const void *const *rows, int32_t num_rows,
+                         int64_t head_dim, int32_t dtype, int64_t stride, double factor, void *scratch,
+                         int64_t scratch_stride);
+    /* And back: vector `vector` of real [num_dims][width] to rows real [lanes][row_stride]. */
+    void (*unpack_rows)(const void *panel, int32_t num_vectors, int32_t vector, int64_t num_dims, void *rows,
+                        int64_t row_stride);
+
+    /* One row of n elements `stride` apart, as stored, to contiguous reals, and back (rounding to
+     * nearest even). */
+    void (*load_row)(void *row, const void *x, int64_t stride, int64_t n, int32_t dtype);
+    void (*store_row)(void *x, int64_t stride, const void *row, int64_t n, int32_t dtype);
+
+    /* For tests: 2^(x * factor), transpose of lanes x lanes, sums of 4 vectors, largest of one. */
+    void (*exp2_array)(void *out, const void *x, double factor, int64_t count);
+    void (*transpose)(void *out, const void *x);
+    void (*reduce)(void *sums, void *maximum, const void *x);
+} pf_real_kernels;
+
+typedef struct pf_kernel_table {
+    pf_real_kernels real[2]; /* float, double */
+} pf_kernel_table;
+
+#define PF_LOWEST_F32 (-3.4028234663852886e38)
+#define PF_LOWEST_F64 (-1.7976931348623157e308)
+
+/* One table per row of isa.def that fits the target. */
+#define PF_ISA(name, arch, flags) extern const pf_kernel_table pf_kernels_##name;
+#include "../isa.def"
+#undef PF_ISA
+
+#endif

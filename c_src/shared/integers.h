@@ -1,0 +1,46 @@
+/* Small integer facts: minimum, maximum, division rounding up, element types and their sizes.
+ * Valid C11 and CUDA C++; no libc, no floating point. */
+#ifndef PF_SHARED_INTEGERS_H
+#define PF_SHARED_INTEGERS_H
+
+#include <stdint.h>
+
+#ifndef PF_SHARED_INLINE
+#define PF_SHARED_INLINE static inline
+#endif
+
+enum pf_dtype {
+#define PF_DTYPE(name, code, size, python) PF_##name = code,
+#include "dtypes.def"
+#undef PF_DTYPE
+};
+
+PF_SHARED_INLINE int64_t pf_dtype_size(int32_t dtype) {
+    switch (dtype) {
+#define PF_DTYPE(name, code, size, python)                                                                   \
+    case code:                                                                                               \
+        return size;
+#include "dtypes.def"
+#undef PF_DTYPE
+    default:
+        return 0;
+    }
+}
+
+PF_SHARED_INLINE int64_t pf_min(int64_t a, int64_t b) {
+    return a < b ? a : b;
+}
+
+PF_SHARED_INLINE int64_t pf_max(int64_t a, int64_t b) {
+    return a > b ? a : b;
+}
+
+PF_SHARED_INLINE int64_t pf_ceil_div(int64_t a, int64_t b) {
+    return (a + b - 1) / b;
+}
+
+PF_SHARED_INLINE int64_t pf_round_up(int64_t a, int64_t multiple) {
+    return pf_ceil_div(a, multiple) * multiple;
+}
+
+#endif

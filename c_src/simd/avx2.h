@@ -1,0 +1,180 @@
+/* Vector operations for x86-64-v3: AVX2 with FMA and F16C. The list of operations and their exact
+ * meaning are in simd/README.md; every instruction set has the same list. */
+#ifndef PF_SIMD_AVX2_H
+#define PF_SIMD_AVX2_H
+
+#include <immintrin.h>
+#include <stdint.h>
+
+/* 16 registers hold 4 rows x 3 vectors of sums, 3 vectors of queries and a broadcast. */
+#define f32_LANES 8
+#define f32_PANEL_VECTORS 3
+#define f32_MICRO_ROWS 4
+#define f64_LANES 4
+#define f64_PANEL_VECTORS 3
+#define f64_MICRO_ROWS 4
+
+typedef float f32_elem;
+typedef __m256 f32_vec;
+
+static inline f32_vec f32_zero(void) {
+    return _mm256_setzero_ps();
+}
+static inline f32_vec f32_set1(float x) {
+    return _mm256_set1_ps(x);
+}
+static inline f32_vec f32_load(const float *p) {
+    return _mm256_loadu_ps(p);
+}
+static inline void f32_store(float *p, f32_vec v) {
+    _mm256_storeu_ps(p, v);
+}
+static inline f32_vec f32_add(f32_vec a, f32_vec b) {
+    return _mm256_add_ps(a, b);
+}
+static inline f32_vec f32_sub(f32_vec a, f32_vec b) {
+    return _mm256_sub_ps(a, b);
+}
+static inline f32_vec f32_mul(f32_vec a, f32_vec b) {
+    return _mm256_mul_ps(a, b);
+}
+static inline f32_vec f32_fma(f32_vec a, f32_vec b, f32_vec c) {
+    return _mm256_fmadd_ps(a, b, c);
+}
+static inline f32_vec f32_max(f32_vec a, f32_vec b) {
+    return _mm256_max_ps(a, b);
+}
+static inline f32_vec f32_keep(f32_vec s, f32_vec j, f32_vec lo, f32_vec hi) {
+    const __m256 seen = _mm256_and_ps(_mm256_cmp_ps(lo, j, _CMP_LE_OQ), _mm256_cmp_ps(j, hi, _CMP_LT_OQ));
+    return _mm256_blendv_ps(_mm256_set1_ps(-__builtin_inff()), s, seen);
+}
+static inline f32_vec f32_exponent(f32_vec z) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(z), 23));
+}
+static inline f32_vec f32_load_f16(const void *p) {
+    return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
+}
+static inline void f32_store_f16(void *p, f32_vec v) {
+    _mm_storeu_si128((__m128i *)p, _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
+}
+static inline f32_vec f32_load_bf16(const void *p) {
+    const __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
+}
+static inline void f32_store_bf16(void *p, f32_vec v) {
+    const __m256i bits = _mm256_castps_si256(v);
+    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    const __m256i rounded = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+    const __m256i quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x400000));
+    const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(v, v, _CMP_UNORD_Q));
+    const __m256i high = _mm256_srli_epi32(_mm256_blendv_epi8(rounded, quiet, nan), 16);
+    const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(high, high), 0x08);
+    _mm_storeu_si128((__m128i *)p, _mm256_castsi256_si128(packed));
+}
+
+/* Lanes are added as ((0+4)+(2+6)) + ((1+5)+(3+7)). */
+static inline float f32_reduce_add(f32_vec v) {
+    __m128 s = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+    s = _mm_add_ps(s, _mm_movehl_ps(s, s));
+    return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
+}
+static inline float f32_reduce_max(f32_vec v) {
+    __m128 s = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+    s = _mm_max_ps(s, _mm_movehl_ps(s, s));
+    return _mm_cvtss_f32(_mm_max_ss(s, _mm_movehdup_ps(s)));
+}
+static inline void f32_reduce_add4(float *out, int64_t stride, f32_vec a, f32_vec b, f32_vec c, f32_vec d) {
+    const __m256 ab = _mm256_hadd_ps(a, b), cd = _mm256_hadd_ps(c, d);
+    const __m256 sums = _mm256_hadd_ps(ab, cd);
+    const __m128 s = _mm_add_ps(_mm256_castps256_ps128(sums), _mm256_extractf128_ps(sums, 1));
+    if (stride == 1) {
+        _mm_storeu_ps(out, s);
+        return;
+    }
+    out[0] = _mm_cvtss_f32(s);
+    _mm_store_ss(out + stride, _mm_movehdup_ps(s));
+    _mm_store_ss(out + 2 * stride, _mm_movehl_ps(s, s));
+    _mm_store_ss(out + 3 * stride, _mm_shuffle_ps(s, s, 0xff));
+}
+static inline void f32_transpose(f32_vec *r) {
+    __m256 t[8], u[8];
+    for (int i = 0; i < 8; i += 2) {
+        t[i] = _mm256_unpacklo_ps(r[i], r[i + 1]);
+        t[i + 1] = _mm256_unpackhi_ps(r[i], r[i + 1]);
+    }
+    for (int i = 0; i < 8; i += 4) {
+        u[i] = _mm256_shuffle_ps(t[i], t[i + 2], 0x44);
+        u[i + 1] = _mm256_shuffle_ps(t[i], t[i + 2], 0xee);
+        u[i + 2] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0x44);
+        u[i + 3] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0xee);
+    }
+    for (int i = 0; i < 4; i++) {
+        r[i] = _mm256_permute2f128_ps(u[i], u[i + 4], 0x20);
+        r[i + 4] = _mm256_permute2f128_ps(u[i], u[i + 4], 0x31);
+    }
+}
+
+typedef double f64_elem;
+typedef __m256d f64_vec;
+
+static inline f64_vec f64_zero(void) {
+    return _mm256_setzero_pd();
+}
+static inline f64_vec f64_set1(double x) {
+    return _mm256_set1_pd(x);
+}
+static inline f64_vec f64_load(const double *p) {
+    return _mm256_loadu_pd(p);
+}
+static inline void f64_store(double *p, f64_vec v) {
+    _mm256_storeu_pd(p, v);
+}
+static inline f64_vec f64_add(f64_vec a, f64_vec b) {
+    return _mm256_add_pd(a, b);
+}
+static inline f64_vec f64_sub(f64_vec a, f64_vec b) {
+    return _mm256_sub_pd(a, b);
+}
+static inline f64_vec f64_mul(f64_vec a, f64_vec b) {
+    return _mm256_mul_pd(a, b);
+}
+static inline f64_vec f64_fma(f64_vec a, f64_vec b, f64_vec c) {
+    return _mm256_fmadd_pd(a, b, c);
+}
+static inline f64_vec f64_max(f64_vec a, f64_vec b) {
+    return _mm256_max_pd(a, b);
+}
+static inline f64_vec f64_keep(f64_vec s, f64_vec j, f64_vec lo, f64_vec hi) {
+    const __m256d seen = _mm256_and_pd(_mm256_cmp_pd(lo, j, _CMP_LE_OQ), _mm256_cmp_pd(j, hi, _CMP_LT_OQ));
+    return _mm256_blendv_pd(_mm256_set1_pd(-__builtin_inf()), s, seen);
+}
+static inline f64_vec f64_exponent(f64_vec z) {
+    return _mm256_castsi256_pd(_mm256_slli_epi64(_mm256_castpd_si256(z), 52));
+}
+static inline double f64_reduce_add(f64_vec v) {
+    const __m128d s = _mm_add_pd(_mm256_castpd256_pd128(v), _mm256_extractf128_pd(v, 1));
+    return _mm_cvtsd_f64(_mm_add_sd(s, _mm_unpackhi_pd(s, s)));
+}
+static inline double f64_reduce_max(f64_vec v) {
+    const __m128d s = _mm_max_pd(_mm256_castpd256_pd128(v), _mm256_extractf128_pd(v, 1));
+    return _mm_cvtsd_f64(_mm_max_sd(s, _mm_unpackhi_pd(s, s)));
+}
+static inline void f64_reduce_add4(double *out, int64_t stride, f64_vec a, f64_vec b, f64_vec c, f64_vec d) {
+    const __m256d ab = _mm256_hadd_pd(a, b), cd = _mm256_hadd_pd(c, d);
+    const __m128d low = _mm_add_pd(_mm256_castpd256_pd128(ab), _mm256_extractf128_pd(ab, 1));
+    const __m128d high = _mm_add_pd(_mm256_castpd256_pd128(cd), _mm256_extractf128_pd(cd, 1));
+    _mm_store_sd(out, low);
+    _mm_storeh_pd(out + stride, low);
+    _mm_store_sd(out + 2 * stride, high);
+    _mm_storeh_pd(out + 3 * stride, high);
+}
+static inline void f64_transpose(f64_vec *r) {
+    const __m256d a = _mm256_unpacklo_pd(r[0], r[1]), b = _mm256_unpackhi_pd(r[0], r[1]);
+    const __m256d c = _mm256_unpacklo_pd(r[2], r[3]), d = _mm256_unpackhi_pd(r[2], r[3]);
+    r[0] = _mm256_permute2f128_pd(a, c, 0x20);
+    r[1] = _mm256_permute2f128_pd(b, d, 0x20);
+    r[2] = _mm256_permute2f128_pd(a, c, 0x31);
+    r[3] = _mm256_permute2f128_pd(b, d, 0x31);
+}
+
+#endif

@@ -1,0 +1,145 @@
+/* Vector operations for AArch64, whose baseline has NEON with fused multiply-add and half-precision
+ * conversions. The list of operations and their exact meaning are in simd/README.md. */
+#ifndef PF_SIMD_NEON_H
+#define PF_SIMD_NEON_H
+
+#include <arm_neon.h>
+#include <stdint.h>
+
+/* 32 registers hold 4 rows x 6 vectors of sums, 6 vectors of queries and a broadcast. */
+#define f32_LANES 4
+#define f32_PANEL_VECTORS 6
+#define f32_MICRO_ROWS 4
+#define f64_LANES 2
+#define f64_PANEL_VECTORS 6
+#define f64_MICRO_ROWS 4
+
+typedef float f32_elem;
+typedef float32x4_t f32_vec;
+
+static inline f32_vec f32_zero(void) {
+    return vdupq_n_f32(0.0f);
+}
+static inline f32_vec f32_set1(float x) {
+    return vdupq_n_f32(x);
+}
+static inline f32_vec f32_load(const float *p) {
+    return vld1q_f32(p);
+}
+static inline void f32_store(float *p, f32_vec v) {
+    vst1q_f32(p, v);
+}
+static inline f32_vec f32_add(f32_vec a, f32_vec b) {
+    return vaddq_f32(a, b);
+}
+static inline f32_vec f32_sub(f32_vec a, f32_vec b) {
+    return vsubq_f32(a, b);
+}
+static inline f32_vec f32_mul(f32_vec a, f32_vec b) {
+    return vmulq_f32(a, b);
+}
+static inline f32_vec f32_fma(f32_vec a, f32_vec b, f32_vec c) {
+    return vfmaq_f32(c, a, b);
+}
+static inline f32_vec f32_max(f32_vec a, f32_vec b) {
+    return vmaxq_f32(a, b);
+}
+static inline f32_vec f32_keep(f32_vec s, f32_vec j, f32_vec lo, f32_vec hi) {
+    return vbslq_f32(vandq_u32(vcleq_f32(lo, j), vcltq_f32(j, hi)), s, vdupq_n_f32(-__builtin_inff()));
+}
+static inline f32_vec f32_exponent(f32_vec z) {
+    return vreinterpretq_f32_s32(vshlq_n_s32(vreinterpretq_s32_f32(z), 23));
+}
+static inline f32_vec f32_load_f16(const void *p) {
+    return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16((const uint16_t *)p)));
+}
+static inline void f32_store_f16(void *p, f32_vec v) {
+    vst1_u16((uint16_t *)p, vreinterpret_u16_f16(vcvt_f16_f32(v)));
+}
+static inline f32_vec f32_load_bf16(const void *p) {
+    return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16((const uint16_t *)p), 16));
+}
+static inline void f32_store_bf16(void *p, f32_vec v) {
+    const uint32x4_t bits = vreinterpretq_u32_f32(v);
+    const uint32x4_t odd = vandq_u32(vshrq_n_u32(bits, 16), vdupq_n_u32(1));
+    const uint32x4_t rounded = vaddq_u32(bits, vaddq_u32(odd, vdupq_n_u32(0x7fff)));
+    const uint32x4_t quiet = vorrq_u32(bits, vdupq_n_u32(0x400000));
+    vst1_u16((uint16_t *)p, vshrn_n_u32(vbslq_u32(vceqq_f32(v, v), rounded, quiet), 16));
+}
+static inline float f32_reduce_add(f32_vec v) {
+    return vaddvq_f32(v);
+}
+static inline float f32_reduce_max(f32_vec v) {
+    return vmaxvq_f32(v);
+}
+static inline void f32_reduce_add4(float *out, int64_t stride, f32_vec a, f32_vec b, f32_vec c, f32_vec d) {
+    const f32_vec s = vpaddq_f32(vpaddq_f32(a, b), vpaddq_f32(c, d));
+    vst1q_lane_f32(out, s, 0);
+    vst1q_lane_f32(out + stride, s, 1);
+    vst1q_lane_f32(out + 2 * stride, s, 2);
+    vst1q_lane_f32(out + 3 * stride, s, 3);
+}
+static inline void f32_transpose(f32_vec *r) {
+    const float32x4x2_t a = vtrnq_f32(r[0], r[1]), b = vtrnq_f32(r[2], r[3]);
+    r[0] = vcombine_f32(vget_low_f32(a.val[0]), vget_low_f32(b.val[0]));
+    r[1] = vcombine_f32(vget_low_f32(a.val[1]), vget_low_f32(b.val[1]));
+    r[2] = vcombine_f32(vget_high_f32(a.val[0]), vget_high_f32(b.val[0]));
+    r[3] = vcombine_f32(vget_high_f32(a.val[1]), vget_high_f32(b.val[1]));
+}
+
+typedef double f64_elem;
+typedef float64x2_t f64_vec;
+
+static inline f64_vec f64_zero(void) {
+    return vdupq_n_f64(0.0);
+}
+static inline f64_vec f64_set1(double x) {
+    return vdupq_n_f64(x);
+}
+static inline f64_vec f64_load(const double *p) {
+    return vld1q_f64(p);
+}
+static inline void f64_store(double *p, f64_vec v) {
+    vst1q_f64(p, v);
+}
+static inline f64_vec f64_add(f64_vec a, f64_vec b) {
+    return vaddq_f64(a, b);
+}
+static inline f64_vec f64_sub(f64_vec a, f64_vec b) {
+    return vsubq_f64(a, b);
+}
+static inline f64_vec f64_mul(f64_vec a, f64_vec b) {
+    return vmulq_f64(a, b);
+}
+static inline f64_vec f64_fma(f64_vec a, f64_vec b, f64_vec c) {
+    return vfmaq_f64(c, a, b);
+}
+static inline f64_vec f64_max(f64_vec a, f64_vec b) {
+    return vmaxq_f64(a, b);
+}
+static inline f64_vec f64_keep(f64_vec s, f64_vec j, f64_vec lo, f64_vec hi) {
+    return vbslq_f64(vandq_u64(vcleq_f64(lo, j), vcltq_f64(j, hi)), s, vdupq_n_f64(-__builtin_inf()));
+}
+static inline f64_vec f64_exponent(f64_vec z) {
+    return vreinterpretq_f64_s64(vshlq_n_s64(vreinterpretq_s64_f64(z), 52));
+}
+static inline double f64_reduce_add(f64_vec v) {
+    return vaddvq_f64(v);
+}
+static inline double f64_reduce_max(f64_vec v) {
+    return vmaxvq_f64(v);
+}
+static inline void f64_reduce_add4(double *out, int64_t stride, f64_vec a, f64_vec b, f64_vec c, f64_vec d) {
+    const f64_vec low = vpaddq_f64(a, b), high = vpaddq_f64(c, d);
+    vst1q_lane_f64(out, low, 0);
+    vst1q_lane_f64(out + stride, low, 1);
+    vst1q_lane_f64(out + 2 * stride, high, 0);
+    vst1q_lane_f64(out + 3 * stride, high, 1);
+}
+static inline void f64_transpose(f64_vec *r) {
+    const f64_vec a = vzip1q_f64(r[0], r[1]), b = vzip2q_f64(r[0], r[1]);
+    r[0] = a;
+    r[1] = b;
+}
+
+#endif
