@@ -1,0 +1,331 @@
+"""All checking of an attention call, once, for every backend: arguments in, `AttentionArgs` out.
+
+The order of the checks is part of the contract only in so far as everything that shapes, types,
+strides and plain numbers can tell is found before any work, with the same words everywhere.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from . import _checks, _dtypes
+from ._checks import MAX_POSITION
+from ._description import UNLIMITED, Array, AttentionArgs
+from ._errors import invalid, unsupported
+
+_LAYOUT_AXES = {
+    "bshd": {
+        4: "(batch, seqlen, heads, head_dim)",
+        3: "(seqlen, heads, head_dim)",
+        2: "(seqlen, head_dim)",
+    },
+    "bhsd": {
+        4: "(batch, heads, seqlen, head_dim)",
+        3: "(heads, seqlen, head_dim)",
+        2: "(seqlen, head_dim)",
+    },
+}
+_PACKED_AXES = {3: "(total, heads, head_dim)"}
+CACHE_AXES = {
+    "nhd": {4: "(num_pages, page_size, num_kv_heads, head_dim)"},
+    "hnd": {4: "(num_pages, num_kv_heads, page_size, head_dim)"},
+}
+
+#: The options that every attention function takes, with their defaults.
+DEFAULTS: dict[str, Any] = {
+    "causal": False,
+    "window": None,
+    "scale": None,
+    "q_offset": None,
+    "return_lse": False,
+    "out": None,
+    "out_dtype": None,
+    "num_splits": None,
+    "num_threads": None,
+    "isa": None,
+    "workspace": None,
+    "tile": None,
+    "family": None,
+}
+
+
+class Call(NamedTuple):
+    """A checked call and the arrays that go back to the caller once a backend has filled them."""
+
+    args: AttentionArgs
+    out: Array
+    lse: Array | None
+
+    def result(self) -> Array | tuple[Array, Array]:
+        """Return what the public function returns."""
+        return self.out if self.lse is None else (self.out, self.lse)
+
+
+def canonical(array: Array, layout: str) -> Array:
+    """Return a view with axes (batch, seqlen, heads, width) of an array in a user's layout."""
+    if array.ndim == 2:
+        return array[None, :, None, :]
+    if layout == "bhsd":
+        array = array.swapaxes(-3, -2)
+    return array if array.ndim == 4 else array[None]
+
+
+def cache_view(cache: Array, cache_layout: str) -> Array:
+    """Return a view with axes (num_pages, page_size, num_kv_heads, width) of a page pool."""
+    return cache if cache_layout == "nhd" else cache.swapaxes(1, 2)
+
+
+def dense(q: Any, k: Any, v: Any, *, backend: str, layout: str = "bshd", seq_lens: Any = None, **options: Any) -> Call:
+    """Check a call with dense queries and keys."""
+    _checks.choice("layout", layout, ("bshd", "bhsd"))
+    axes = _LAYOUT_AXES[layout]
+    q, k, v = (_checks.float_array(name, x, axes)[0] for name, x in (("q", q), ("k", k), ("v", v)))
+    for name, x in (("k", k), ("v", v)):
+        if x.ndim != q.ndim:
+            raise invalid(name, f"shape {x.shape}", f"{q.ndim} axes, as many as q {axes[q.ndim]}")
+    queries, keys, values = (canonical(x, layout) for x in (q, k, v))
+    if keys.shape[0] != queries.shape[0]:
+        raise invalid("k", f"batch {keys.shape[0]}", f"batch {queries.shape[0]}, that of q")
+    if seq_lens is not None:
+        seq_lens = _checks.index_array("seq_lens", seq_lens, (queries.shape[0],), f"(batch,) = ({queries.shape[0]},)")
+        _checks.index_range("seq_lens", seq_lens, 0, keys.shape[1], "valid keys of the cache")
+    return _call(q, queries, keys, values, layout, backend, {"seq_lens": seq_lens}, options)
+
+
+def varlen(
+    q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_kv: Any, *, backend: str, **options: Any
+) -> Call:
+    """Check a call with packed queries and keys."""
+    q, k, v = (_checks.float_array(name, x, _PACKED_AXES)[0] for name, x in (("q", q), ("k", k), ("v", v)))
+    cu_seqlens_q = _checks.prefix_sums("cu_seqlens_q", cu_seqlens_q, None, q.shape[0])
+    batch = cu_seqlens_q.shape[0] - 1
+    cu_seqlens_kv = _checks.prefix_sums("cu_seqlens_kv", cu_seqlens_kv, batch, k.shape[0])
+    index = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": cu_seqlens_kv}
+    return _call(q, q[None], k[None], v[None], "packed", backend, index, options)
+
+
+def paged(
+    q: Any,
+    k_cache: Any,
+    v_cache: Any,
+    block_table: Any,
+    seq_lens: Any,
+    *,
+    backend: str,
+    cu_seqlens_q: Any = None,
+    cache_layout: str = "nhd",
+    **options: Any,
+) -> Call:
+    """Check a call whose keys lie in pages behind a block table."""
+    _checks.choice("cache_layout", cache_layout, ("nhd", "hnd"))
+    axes = _PACKED_AXES if cu_seqlens_q is not None else {3: "(batch, heads, head_dim)", 4: _LAYOUT_AXES["bshd"][4]}
+    q = _checks.float_array("q", q, axes)[0]
+    cache_axes = CACHE_AXES[cache_layout]
+    pages = [
+        cache_view(_checks.float_array(name, x, cache_axes)[0], cache_layout)
+        for name, x in (("k_cache", k_cache), ("v_cache", v_cache))
+    ]
+    num_pages, page_size = pages[0].shape[:2]
+    if page_size == 0:
+        raise invalid("k_cache", "page size 0", "a page size of at least 1")
+    batch = q.shape[0]
+    if cu_seqlens_q is not None:
+        cu_seqlens_q = _checks.prefix_sums("cu_seqlens_q", cu_seqlens_q, None, q.shape[0])
+        batch = cu_seqlens_q.shape[0] - 1
+    block_table = _checks.index_array("block_table", block_table, (batch, None), f"(batch, max_pages) = ({batch}, ...)")
+    seq_lens = _checks.index_array("seq_lens", seq_lens, (batch,), f"(batch,) = ({batch},)")
+    _checks.index_range("seq_lens", seq_lens, 0, block_table.shape[1] * page_size, "what the block table can hold")
+    check_table(block_table, -(-seq_lens // page_size), num_pages)
+    index = {"cu_seqlens_q": cu_seqlens_q, "block_table": block_table, "seq_lens": seq_lens}
+    layout, queries = "packed", q[None]
+    if cu_seqlens_q is None:
+        layout, queries = ("token", q[:, None]) if q.ndim == 3 else ("bshd", q)
+    return _call(q, queries, pages[0], pages[1], layout, backend, index, options)
+
+
+def check_table(block_table: Array, pages_used: Array, num_pages: int) -> None:
+    """Refuse a block table that names a page outside the pool among the pages in use."""
+    used = np.arange(block_table.shape[1])[None, :] < pages_used[:, None]
+    bad = used & ((block_table < 0) | (block_table >= num_pages))
+    if bad.any():
+        b, i = (int(x) for x in np.argwhere(bad)[0])
+        raise invalid(
+            f"block_table[{b}, {i}]",
+            int(block_table[b, i]),
+            f"0 to {num_pages - 1}: a page of the pool, since the sequence uses {int(pages_used[b])} pages",
+        )
+
+
+def _call(
+    q: Array, queries: Array, keys: Array, values: Array, layout: str, backend: str, index: dict[str, Any], given: dict[str, Any]
+) -> Call:
+    """Check what all addresses of keys share, provide the outputs, and freeze the description."""
+    unknown = given.keys() - DEFAULTS.keys()
+    if unknown:
+        raise TypeError(f"unexpected keyword argument {sorted(unknown)[0]!r}")
+    options = {**DEFAULTS, **given}
+    names = ("k_cache", "v_cache") if index.get("block_table") is not None else ("k", "v")
+    dtype = _check_types(queries, keys, values, names)
+    _check_shapes(queries, keys, values, names)
+    batch = queries.shape[0] if index.get("cu_seqlens_q") is None else index["cu_seqlens_q"].shape[0] - 1
+    out = _provide_out(q, queries, keys, values, layout, dtype, options["out"], options["out_dtype"], names)
+    lse = lse_view = None
+    if _checks.flag("return_lse", options["return_lse"]):
+        lse, lse_view = _provide_lse(q, queries, layout, dtype)
+    causal, q_offset = _alignment(options["causal"], options["q_offset"], batch)
+    args = AttentionArgs(
+        q=queries,
+        k=keys,
+        v=values,
+        out=_canonical_out(out, layout),
+        lse=lse,
+        scale=_scale(options["scale"], queries.shape[3]),
+        causal=causal,
+        window=_window(options["window"]),
+        q_offset=q_offset,
+        cu_seqlens_q=index.get("cu_seqlens_q"),
+        cu_seqlens_kv=index.get("cu_seqlens_kv"),
+        seq_lens=index.get("seq_lens"),
+        block_table=index.get("block_table"),
+        num_splits=_positive("num_splits", options["num_splits"]),
+        tile=_positive("tile", options["tile"]),
+        family=_checks.choice("family", options["family"], (None, "prefill", "decode")),
+        isa=_isa(options["isa"]),
+        num_threads=_positive("num_threads", options["num_threads"]),
+        workspace=_workspace(options["workspace"]),
+    )
+    if backend == "numpy":
+        for name in ("isa", "num_threads", "workspace"):
+            if options[name] is not None:
+                raise unsupported(name, _checks.describe(options[name]), "the numpy backend", "leave it out")
+    return Call(args, out, lse_view)
+
+
+def _check_types(queries: Array, keys: Array, values: Array, names: tuple[str, str]) -> _dtypes.DType:
+    dtype, stored, stored_v = (_dtypes.lookup(x.dtype) for x in (queries, keys, values))
+    assert dtype is not None and stored is not None and stored_v is not None  # float_array has seen to it
+    if stored_v is not stored:
+        raise invalid(names[1], f"dtype {stored_v.name}", f"{stored.name}, the dtype of {names[0]}")
+    if (dtype.name == "float64") != (stored.name == "float64"):
+        expected = "float64 beside a float64 q" if dtype.name == "float64" else f"no float64 beside a {dtype.name} q"
+        raise invalid(names[0], f"dtype {stored.name}", expected)
+    return dtype
+
+
+def _check_shapes(queries: Array, keys: Array, values: Array, names: tuple[str, str]) -> None:
+    if queries.shape[3] == 0 or values.shape[3] == 0:
+        name = "q" if queries.shape[3] == 0 else names[1]
+        raise invalid(name, "head_dim 0", "a head_dim of at least 1")
+    if keys.shape[3] != queries.shape[3]:
+        raise invalid(names[0], f"head_dim {keys.shape[3]}", f"head_dim {queries.shape[3]}, that of q")
+    if values.shape[:3] != keys.shape[:3]:
+        raise invalid(names[1], f"shape {values.shape}", f"shape {keys.shape[:3]} + (head_dim_v,), as {names[0]}")
+    num_heads, num_kv_heads = queries.shape[2], keys.shape[2]
+    if num_heads % num_kv_heads if num_kv_heads else num_heads:
+        raise invalid(names[0], f"{num_kv_heads} heads", f"a divisor of the {num_heads} heads of q")
+
+
+def _provide_out(
+    q: Array, queries: Array, keys: Array, values: Array, layout: str, dtype: _dtypes.DType, out: Any, out_dtype: Any, names: tuple[str, str]
+) -> Array:
+    """Return the caller's `out`, checked, or a new array in the caller's layout."""
+    shape = (*q.shape[:-1], values.shape[3])
+    wanted = None if out_dtype is None else dtype_named(out_dtype)
+    if out is None:
+        return np.empty(shape, q.dtype if wanted is None else wanted)
+    out, _ = _checks.float_array("out", out, {len(shape): str(shape)})
+    if out.shape != shape:
+        raise invalid("out", f"shape {out.shape}", f"shape {shape}")
+    if wanted is not None and out.dtype != wanted:
+        raise invalid("out", f"dtype {out.dtype}", f"{wanted}, as out_dtype says")
+    _checks.writable_output("out", out, {"q": queries, names[0]: keys, names[1]: values})
+    return out
+
+
+def dtype_named(value: Any) -> np.dtype[Any]:
+    """Return the NumPy dtype that `out_dtype` names: a name, a NumPy dtype or a scalar type."""
+    try:
+        dtype = _dtypes.numpy_dtype(value) if value == "bfloat16" else np.dtype(value)
+    except TypeError:
+        dtype = None
+    except ImportError:
+        raise invalid("out_dtype", "'bfloat16' without the package ml_dtypes", "ml_dtypes installed") from None
+    if dtype is None or _dtypes.lookup(dtype) is None:
+        raise invalid("out_dtype", _checks.describe(value), f"one of {_dtypes.NAMES}")
+    return dtype
+
+
+def _canonical_out(out: Array, layout: str) -> Array:
+    if layout == "packed":
+        return out[None]
+    return out[:, None] if layout == "token" else canonical(out, layout)
+
+
+def _provide_lse(q: Array, queries: Array, layout: str, dtype: _dtypes.DType) -> tuple[Array, Array]:
+    """Return the lse in canonical axes (batch, num_heads, seqlen_q) and the caller's view of it."""
+    batch, seqlen, num_heads = queries.shape[:3]
+    lse = np.empty((batch, num_heads, seqlen), np.dtype(dtype.compute))
+    if layout == "packed":
+        return lse, lse[0]
+    if layout == "token":
+        return lse, lse[:, :, 0]
+    if q.ndim == 2:
+        return lse, lse[0, 0]
+    return lse, lse if q.ndim == 4 else lse[0]
+
+
+def _alignment(causal: Any, q_offset: Any, batch: int) -> tuple[bool, Array | None]:
+    """Return whether the call is causal and the offset of each sequence, None for bottom-right."""
+    if not isinstance(causal, (bool, np.bool_, str)) or (isinstance(causal, str) and causal != "top_left"):
+        raise invalid("causal", _checks.describe(causal), "False, True or 'top_left'")
+    if isinstance(causal, str):
+        if q_offset is not None:
+            raise invalid("q_offset", _checks.describe(q_offset), "None beside causal='top_left', which is q_offset=0")
+        return True, np.zeros(batch, np.int64)
+    if q_offset is None:
+        return bool(causal), None
+    if isinstance(q_offset, np.ndarray):
+        offsets = _checks.index_array("q_offset", q_offset, (batch,), f"(batch,) = ({batch},)")
+        _checks.index_range("q_offset", offsets, -MAX_POSITION, MAX_POSITION, "a position")
+        return bool(causal), offsets.astype(np.int64)
+    offset = _checks.integer("q_offset", q_offset, -MAX_POSITION, MAX_POSITION)
+    return bool(causal), np.full(batch, offset, np.int64)
+
+
+def _window(window: Any) -> tuple[int, int]:
+    """Return both sides of the window, UNLIMITED for none; huge sides are as good as unlimited."""
+    if window is None:
+        return UNLIMITED, UNLIMITED
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        expected = "a pair (left, right), both inclusive: a single number would not say whether the query counts"
+        raise invalid("window", _checks.describe(window), expected)
+    left, right = (
+        UNLIMITED if side is None else _checks.integer(f"window[{i}]", side, UNLIMITED) for i, side in enumerate(window)
+    )
+    return min(left, MAX_POSITION), min(right, MAX_POSITION)
+
+
+def _scale(scale: Any, head_dim: int) -> float:
+    return 1.0 / math.sqrt(head_dim) if scale is None else _checks.number("scale", scale)
+
+
+def _positive(name: str, value: Any) -> int | None:
+    return None if value is None else _checks.integer(name, value, 1, 2**31 - 1)
+
+
+def _isa(isa: Any) -> str | None:
+    if isa is not None and not isinstance(isa, str):
+        raise invalid("isa", _checks.describe(isa), "the name of an instruction set (pyflash.available_isas())")
+    return isa
+
+
+def _workspace(workspace: Any) -> Array | None:
+    if workspace is None:
+        return None
+    array = _checks.plain_array("workspace", workspace, {1: "(num_bytes,)"})
+    if array.dtype != np.uint8 or not array.flags.c_contiguous or not array.flags.writeable:
+        raise invalid("workspace", _checks.describe(workspace), "a writable contiguous uint8 array")
+    return array

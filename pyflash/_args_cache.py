@@ -1,0 +1,176 @@
+"""Checks of the two operations around attention: merging states and appending to a cache."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from . import _args, _checks
+from ._description import AppendArgs, Array, MergeArgs
+from ._errors import invalid
+
+_PART_AXES = {
+    5: "(num_parts, batch, seqlen, heads, head_dim)",
+    4: "(num_parts, seqlen, heads, head_dim)",
+    3: "(num_parts, seqlen, head_dim)",
+}
+_TOKEN_AXES = {3: "(tokens, num_kv_heads, head_dim)", 4: "(batch, seqlen, num_kv_heads, head_dim)"}
+
+
+class MergeCall(NamedTuple):
+    """A checked merge and the arrays that go back to the caller."""
+
+    args: MergeArgs
+    out: Array
+    lse: Array
+
+
+def merge(out: Any, lse: Any, *, layout: str = "bshd", sinks: Any = None, out_dtype: Any = None) -> MergeCall:
+    """Check the parts of a merge and provide its result arrays."""
+    _checks.choice("layout", layout, ("bshd", "bhsd"))
+    out, dtype = _checks.float_array("out", out, _PART_AXES)
+    if out.shape[0] == 0:
+        raise invalid("out", "0 parts", "at least 1 part on axis 0")
+    missing = {5: (), 4: (1,), 3: (1, 3)}[out.ndim]
+    parts = np.expand_dims(out.swapaxes(-3, -2) if layout == "bhsd" and out.ndim > 3 else out, missing)
+    num_parts, batch, seqlen, num_heads, _ = parts.shape
+    shape = {5: (num_parts, batch, num_heads, seqlen), 4: (num_parts, num_heads, seqlen), 3: (num_parts, seqlen)}[out.ndim]
+    lse, lse_dtype = _checks.float_array("lse", lse, {len(shape): str(shape)})
+    if lse.shape != shape:
+        raise invalid("lse", f"shape {lse.shape}", f"shape {shape}, one number per row of out")
+    if lse_dtype.name != dtype.compute:
+        raise invalid("lse", f"dtype {lse_dtype.name}", f"{dtype.compute}, the type of lse beside {dtype.name} parts")
+    if sinks is not None:
+        sinks, _ = _checks.float_array("sinks", sinks, {1: "(num_heads,)"})
+        if sinks.shape != (num_heads,):
+            raise invalid("sinks", f"shape {sinks.shape}", f"shape (num_heads,) = ({num_heads},)")
+    result = np.empty(out.shape[1:], out.dtype if out_dtype is None else _args.dtype_named(out_dtype))
+    result_lse = np.empty((batch, num_heads, seqlen), lse.dtype)
+    args = MergeArgs(
+        parts=parts,
+        part_lse=np.expand_dims(lse, {5: (), 4: (1,), 3: (1, 2)}[out.ndim]),
+        sinks=sinks,
+        out=_args.canonical(result, layout),
+        lse=result_lse,
+    )
+    return MergeCall(args, result, result_lse.reshape(shape[1:]))
+
+
+def append(
+    k: Any,
+    v: Any,
+    k_cache: Any,
+    v_cache: Any,
+    *,
+    block_table: Any = None,
+    seq_lens: Any = None,
+    slots: Any = None,
+    cu_seqlens: Any = None,
+    cos: Any = None,
+    sin: Any = None,
+    interleaved: bool = False,
+    cache_layout: str = "nhd",
+) -> AppendArgs:
+    """Check an append and turn tables, lengths or slots into one slot per token."""
+    _checks.choice("cache_layout", cache_layout, ("nhd", "hnd"))
+    k, v = (_checks.float_array(name, x, _TOKEN_AXES)[0] for name, x in (("k", k), ("v", v)))
+    caches = [
+        _args.cache_view(_checks.float_array(name, x, _args.CACHE_AXES[cache_layout])[0], cache_layout)
+        for name, x in (("k_cache", k_cache), ("v_cache", v_cache))
+    ]
+    _check_append_shapes(k, v, *caches)
+    inputs = {"k": k, "v": v, "cos": cos, "sin": sin}
+    for name, cache in zip(("k_cache", "v_cache"), caches, strict=True):
+        _checks.writable_output(name, cache, {n: x for n, x in inputs.items() if isinstance(x, np.ndarray)})
+    if (slots is None) == (seq_lens is None):
+        found = "neither" if slots is None else "both"
+        raise invalid("slots", f"{found} of slots and seq_lens", "either slots, or seq_lens (and a block_table)")
+    num_slots = caches[0].shape[0] * caches[0].shape[1]
+    if slots is not None:
+        for name, other in (("block_table", block_table), ("cu_seqlens", cu_seqlens)):
+            if other is not None:
+                raise invalid(name, _checks.describe(other), "None beside slots, which say every place")
+        slots = _checks.index_array("slots", slots, k.shape[:-2], f"{k.shape[:-2]}, one per token")
+        _checks.index_range("slots", slots, -1, num_slots - 1, "page * page_size + place, or -1 to skip the token")
+        slots, positions = slots.reshape(-1), None
+    else:
+        slots, positions = _slots_of_sequences(k, caches[0], block_table, seq_lens, cu_seqlens)
+    interleaved = _checks.flag("interleaved", interleaved)
+    cos, sin = _rotation(cos, sin, k.shape[-1], positions, len(slots))
+    tokens = [x.reshape(-1, *x.shape[-2:]) if x.ndim == 4 else x for x in (k, v)]
+    return AppendArgs(*tokens, *caches, slots.astype(np.int64), cos, sin, interleaved)
+
+
+def _check_append_shapes(k: Array, v: Array, k_cache: Array, v_cache: Array) -> None:
+    if v.shape[:-1] != k.shape[:-1]:
+        raise invalid("v", f"shape {v.shape}", f"shape {k.shape[:-1]} + (head_dim_v,), as k")
+    for name, cache, tokens in (("k_cache", k_cache, k), ("v_cache", v_cache, v)):
+        if cache.shape[2:] != tokens.shape[-2:]:
+            found = f"{cache.shape[2]} heads of width {cache.shape[3]}"
+            raise invalid(name, found, f"{tokens.shape[-2]} heads of width {tokens.shape[-1]}, as {name[0]}")
+        if (cache.dtype == np.float64) != (tokens.dtype == np.float64):
+            raise invalid(name, f"dtype {cache.dtype} beside {tokens.dtype} tokens", "float64 on both sides or on none")
+    if v_cache.shape[:2] != k_cache.shape[:2]:
+        raise invalid("v_cache", f"(num_pages, page_size) = {v_cache.shape[:2]}", f"{k_cache.shape[:2]}, as k_cache")
+    if k_cache.shape[1] == 0:
+        raise invalid("k_cache", "page size 0", "a page size of at least 1")
+
+
+def _slots_of_sequences(k: Array, cache: Array, block_table: Any, seq_lens: Any, cu_seqlens: Any) -> tuple[Array, Array]:
+    """Return the slot and the position of every token; a cache without a table has a page per sequence."""
+    num_pages, page_size = cache.shape[:2]
+    if cu_seqlens is not None:
+        if k.ndim != 3:
+            raise invalid("k", f"shape {k.shape}", f"shape {_TOKEN_AXES[3]} beside cu_seqlens")
+        counts = np.diff(_checks.prefix_sums("cu_seqlens", cu_seqlens, None, k.shape[0])).astype(np.int64)
+    else:
+        counts = np.full(k.shape[0], 1 if k.ndim == 3 else k.shape[1], np.int64)
+    batch = len(counts)
+    seq_lens = _checks.index_array("seq_lens", seq_lens, (batch,), f"(batch,) = ({batch},)").astype(np.int64)
+    if block_table is None:
+        if num_pages != batch:
+            raise invalid("k_cache", f"batch {num_pages}", f"batch {batch}, one row per sequence where there is no block_table")
+        block_table = np.arange(batch)[:, None]
+    block_table = _checks.index_array("block_table", block_table, (batch, None), f"(batch, max_pages) = ({batch}, ...)")
+    room = block_table.shape[1] * page_size
+    _checks.index_range("seq_lens", seq_lens, 0, room, "length before the append, within the cache")
+    full = np.flatnonzero(seq_lens + counts > room)
+    if full.size:
+        b = int(full[0])
+        raise invalid(f"seq_lens[{b}]", int(seq_lens[b]), f"at most {room - int(counts[b])}: {int(counts[b])} tokens are appended")
+    sequence = np.repeat(np.arange(batch), counts)
+    first = np.repeat(np.cumsum(counts) - counts, counts)
+    positions = np.arange(len(sequence)) - first + seq_lens[sequence]
+    pages = block_table[sequence, positions // page_size].astype(np.int64)
+    bad = np.flatnonzero((pages < 0) | (pages >= num_pages))
+    if bad.size:
+        t = int(bad[0])
+        place = f"block_table[{int(sequence[t])}, {int(positions[t]) // page_size}]"
+        raise invalid(place, int(pages[t]), f"0 to {num_pages - 1}: a page of the pool, since a token goes there")
+    return pages * page_size + positions % page_size, positions
+
+
+def _rotation(cos: Any, sin: Any, head_dim: int, positions: Array | None, num_tokens: int) -> tuple[Array | None, Array | None]:
+    """Return cos and sin with one row per token."""
+    if cos is None and sin is None:
+        return None, None
+    rows = "max_position" if positions is not None else "num_tokens"
+    meaning = f"({rows}, rotary_dim / 2)"
+    tables = []
+    for name, table in (("cos", cos), ("sin", sin)):
+        table, dtype = _checks.float_array(name, table, {2: meaning})
+        if dtype.name not in ("float32", "float64"):
+            raise invalid(name, f"dtype {dtype.name}", "float32 or float64")
+        if not 0 < 2 * table.shape[1] <= head_dim:
+            raise invalid(name, f"shape {table.shape}", f"shape {meaning} with rotary_dim from 2 to head_dim = {head_dim}")
+        tables.append(table)
+    if tables[0].shape != tables[1].shape or tables[0].dtype != tables[1].dtype:
+        raise invalid("sin", _checks.describe(tables[1]), f"shape {tables[0].shape} and dtype {tables[0].dtype}, as cos")
+    if positions is None:
+        if len(tables[0]) != num_tokens:
+            raise invalid("cos", f"shape {tables[0].shape}", f"{num_tokens} rows, one per token")
+        return tables[0], tables[1]
+    if positions.size and int(positions.max()) >= len(tables[0]):
+        raise invalid("cos", f"shape {tables[0].shape}", f"a row for position {int(positions.max())}")
+    return tables[0][positions], tables[1][positions]

@@ -1,0 +1,91 @@
+"""The backends by name, and which of them a call uses.
+
+An explicit ``backend=`` wins over `use_backend`, which wins over the environment variable
+``PYFLASH_BACKEND``; otherwise the arrays decide ("auto"). There is no fallback from one backend
+to another: what cannot run says why.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import importlib
+import os
+from types import TracebackType
+
+from . import _checks
+from ._description import Backend
+from ._errors import BackendUnavailable
+
+#: Module of each backend, which offers it as ``BACKEND``. Imported when first asked for.
+MODULES = {"numpy": "._reference", "c": "._c", "cuda": ".gpu"}
+AUTO = "auto"
+
+_current: contextvars.ContextVar[str | None] = contextvars.ContextVar("pyflash_backend", default=None)
+_loaded: dict[str, Backend] = {}
+
+
+def load(name: str) -> Backend:
+    """Return a backend by name, available or not."""
+    backend = _loaded.get(name)
+    if backend is None:
+        backend = _loaded[name] = importlib.import_module(MODULES[name], __package__).BACKEND
+    return backend
+
+
+def resolve(name: object) -> Backend:
+    """Return the backend that a call with ``backend=name`` uses, or raise BackendUnavailable."""
+    if name is None:
+        name = _current.get() or os.environ.get("PYFLASH_BACKEND") or AUTO
+    if name == AUTO:
+        name = "c"  # every array kind that is accepted so far lies in host memory
+    backend = load(_checks.choice("backend", name, (*MODULES, AUTO)))
+    reason = backend.unavailable()
+    if reason is not None:
+        raise BackendUnavailable(f"backend: {name!r} is not available: {reason}")
+    return backend
+
+
+def available_backends() -> dict[str, str | None]:
+    """Return every backend by name with the reason why it cannot be used, None where it can.
+
+    Returns
+    -------
+    dict of str to (str or None)
+        For example ``{"numpy": None, "c": None, "cuda": "CuPy is not installed: ..."}``.
+    """
+    return {name: load(name).unavailable() for name in MODULES}
+
+
+class use_backend:  # noqa: N801 - used like a function
+    """Set the default backend of this context, for good or as a context manager.
+
+    Parameters
+    ----------
+    name : {"auto", "numpy", "c", "cuda"}
+        The backend that calls without ``backend=`` use from now on in this thread or task.
+
+    Raises
+    ------
+    InvalidArgument
+        The name is none of these.
+    BackendUnavailable
+        The backend cannot run here.
+
+    Examples
+    --------
+    >>> import pyflash
+    >>> with pyflash.use_backend("numpy"):
+    ...     pass  # calls in here use the NumPy reference
+    """
+
+    def __init__(self, name: str) -> None:
+        resolve(_checks.choice("name", name, (*MODULES, AUTO)))
+        self._token = _current.set(name)
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        _current.reset(self._token)

@@ -1,0 +1,284 @@
+"""The C backend: turns a checked call into the structures of ``c_src/abi`` and makes one call.
+
+cffi releases the interpreter lock for the length of the call, and the C side has no state.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import Any
+
+import numpy as np
+
+from . import _checks, _dtypes
+from ._description import AppendArgs, Array, AttentionArgs, Explanation, MergeArgs
+from ._errors import PyflashError, UnsupportedError, invalid
+
+try:
+    from ._pyflash_c import ffi, lib
+except ImportError as error:  # the reason is shown by available_backends()
+    ffi = lib = None
+    _import_error: str | None = f"the compiled extension cannot be loaded ({error}); reinstall pyflash-attention"
+else:
+    _import_error = None
+
+_FAMILIES = {None: 0, "prefill": 1, "decode": 2}
+
+#: Whether this process was forked from one that had loaded the library: an OpenMP pool does not
+#: survive a fork, so the child computes on one thread and enters no parallel region.
+_forked = False
+
+
+def _after_fork_in_child() -> None:
+    global _forked
+    _forked = True
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+@functools.cache
+def compiled_isas() -> dict[str, int]:
+    """Return the instruction sets in this build, slowest first, with their rows in the C table."""
+    return {ffi.string(lib.pf_isa_name(i)).decode(): i for i in range(lib.pf_num_isas())}
+
+
+@functools.cache
+def supported_isas() -> tuple[str, ...]:
+    """Return the instruction sets that this machine can run, slowest first."""
+    return tuple(name for name, i in compiled_isas().items() if lib.pf_isa_supported(i))
+
+
+def choose_isa(isa: str | None) -> tuple[str, str]:
+    """Return the instruction set of a call and why it was chosen; an unknown name is an error."""
+    source = "isa"
+    if isa is None:
+        isa, source = os.environ.get("PYFLASH_ISA") or None, "PYFLASH_ISA"
+    if isa is None:
+        return supported_isas()[-1], "the best that this machine supports"
+    if isa not in supported_isas():
+        if isa in compiled_isas():
+            raise UnsupportedError(
+                f"{source}: {isa!r} is not supported by this machine; available: {', '.join(supported_isas())}"
+            )
+        raise invalid(source, repr(isa), "one of " + ", ".join(map(repr, supported_isas())))
+    return isa, f"asked for by {source}"
+
+
+def default_threads() -> int | None:
+    """Return the number of threads that the environment or a fork asks for, None for OpenMP's own."""
+    if _forked:
+        return 1
+    text = os.environ.get("PYFLASH_NUM_THREADS")
+    if not text:
+        return None
+    if not text.isdecimal() or not 1 <= int(text) < 2**31:
+        raise invalid("PYFLASH_NUM_THREADS", repr(text), "an integer, at least 1")
+    return int(text)
+
+
+def _threads(num_threads: int | None) -> int:
+    if _forked:
+        return 1
+    return num_threads or default_threads() or 0
+
+
+def _check(status: int) -> None:
+    if status:
+        text = ffi.string(lib.pf_status_text(status)).decode()
+        raise MemoryError(text) if "allocated" in text else PyflashError(text)
+
+
+def _pointer(array: Array) -> Any:
+    return ffi.cast("void *", array.__array_interface__["data"][0] if array.flags.c_contiguous else array.ctypes.data)
+
+
+def _code(array: Array) -> int:
+    dtype = _dtypes.lookup(array.dtype)
+    assert dtype is not None
+    return dtype.code
+
+
+def _set_tensor(tensor: Any, array: Array, axes: tuple[int | None, ...] = (0, 1, 2, 3)) -> None:
+    """Fill a pf_tensor; `axes` are the array's axes in the order batch, token, head, dim."""
+    tensor.data = _pointer(array)
+    strides = [0 if axis is None else array.strides[axis] // array.itemsize for axis in axes]
+    tensor.stride_batch, tensor.stride_token, tensor.stride_head, tensor.stride_dim = strides
+    tensor.dtype = _code(array)
+
+
+def _set_index(index: Any, array: Array | None) -> None:
+    if array is None:
+        return
+    # An empty array may have no memory, and a null pointer means that there is no array.
+    index.data = _pointer(array) if array.size else ffi.cast("void *", 1)
+    for axis, stride in enumerate(array.strides):
+        index.stride[axis] = stride // array.itemsize
+    index.item_bytes = array.itemsize
+
+
+def _attention_call(args: AttentionArgs, isa: str) -> Any:
+    call = ffi.new("pf_attention_call *")
+    for name in ("q", "k", "v", "out"):
+        _set_tensor(getattr(call, name), getattr(args, name))
+    if args.lse is not None:
+        _set_tensor(call.lse, args.lse, (0, 2, 1, None))
+    for name in ("cu_seqlens_q", "cu_seqlens_kv", "seq_lens", "block_table", "q_offset"):
+        _set_index(getattr(call, name), getattr(args, name))
+    call.batch = args.batch
+    call.seqlen_q, call.num_heads, call.head_dim = args.q.shape[1:]
+    call.seqlen_kv, call.num_kv_heads = args.k.shape[1:3]
+    call.page_size = args.k.shape[1]
+    call.head_dim_v = args.v.shape[3]
+    call.window_left, call.window_right = args.window
+    call.scale = args.scale
+    call.causal = args.causal
+    call.num_splits = args.num_splits or 0
+    call.tile = args.tile or 0
+    call.family = _FAMILIES[args.family]
+    call.isa = compiled_isas()[isa]
+    call.num_threads = _threads(args.num_threads)
+    if args.workspace is not None:
+        call.workspace = _pointer(args.workspace)
+        call.workspace_bytes = args.workspace.nbytes
+    return call
+
+
+class CBackend:
+    """The compiled kernels; implements `pyflash._description.Backend`."""
+
+    name = "c"
+
+    def unavailable(self) -> str | None:
+        """Return why the extension cannot be used, None if it can."""
+        return _import_error
+
+    def attention(self, args: AttentionArgs) -> None:
+        """Fill ``args.out`` and ``args.lse``."""
+        isa, _ = choose_isa(args.isa)
+        call = _attention_call(args, isa)
+        if args.workspace is not None:
+            plan = self._plan(call)
+            if args.workspace.nbytes < plan.workspace_bytes:
+                raise invalid("workspace", f"{args.workspace.nbytes} bytes", f"at least {plan.workspace_bytes}")
+        _check(lib.pf_attention(call))
+
+    def merge_states(self, args: MergeArgs) -> None:
+        """Fill ``args.out`` and ``args.lse``."""
+        call = ffi.new("pf_merge_call *")
+        call.isa = compiled_isas()[choose_isa(None)[0]]
+        call.num_parts, call.batch, call.seqlen, call.num_heads, call.head_dim = args.parts.shape
+        _set_tensor(call.parts, args.parts, (1, 2, 3, 4))
+        _set_tensor(call.part_lse, args.part_lse, (1, 3, 2, None))
+        call.parts_stride_part = args.parts.strides[0] // args.parts.itemsize
+        call.part_lse_stride_part = args.part_lse.strides[0] // args.part_lse.itemsize
+        _set_tensor(call.out, args.out)
+        _set_tensor(call.lse, args.lse, (0, 2, 1, None))
+        if args.sinks is not None:
+            sinks = np.ascontiguousarray(args.sinks, np.float64)
+            call.sinks = ffi.cast("double *", _pointer(sinks))
+        _check(lib.pf_merge_states(call))
+
+    def append_kv(self, args: AppendArgs) -> None:
+        """Write the tokens into the caches."""
+        call = ffi.new("pf_append_call *")
+        call.isa = compiled_isas()[choose_isa(None)[0]]
+        _set_tensor(call.k, args.k, (None, 0, 1, 2))
+        _set_tensor(call.v, args.v, (None, 0, 1, 2))
+        _set_tensor(call.k_cache, args.k_cache)
+        _set_tensor(call.v_cache, args.v_cache)
+        call.num_tokens, call.num_kv_heads, call.head_dim = args.k.shape
+        call.head_dim_v = args.v.shape[2]
+        call.page_size = args.k_cache.shape[1]
+        slots = np.ascontiguousarray(args.slots, np.int64)
+        call.slots = ffi.cast("int64_t *", _pointer(slots))
+        if args.cos is not None:
+            cos, sin = (np.ascontiguousarray(x, np.float64) for x in (args.cos, args.sin))
+            call.cos, call.sin = (ffi.cast("double *", _pointer(x)) for x in (cos, sin))
+            call.rotary_pairs = cos.shape[1]
+        call.interleaved = args.interleaved
+        _check(lib.pf_append_kv(call))
+
+    def _plan(self, call: Any) -> Any:
+        plan = ffi.new("pf_plan *")
+        _check(lib.pf_attention_plan(call, plan))
+        return plan
+
+    def explain(self, args: AttentionArgs) -> Explanation:
+        """Say what `attention` would do, without doing it."""
+        isa, why_isa = choose_isa(args.isa)
+        plan = self._plan(_attention_call(args, isa))
+        families = [
+            name for name, n in (("prefill", plan.num_prefill_items), ("decode", plan.num_decode_items)) if n
+        ]
+        only_decode = families == ["decode"]
+        group = args.q.shape[2] // args.k.shape[2] if args.k.shape[2] else 0
+        reasons = [f"isa: {why_isa}"]
+        if args.family is not None:
+            reasons.append("family: asked for")
+        else:
+            reasons.append(f"family: decode up to 16 query rows per key/value head ({group} a query here), else prefill")
+        if args.num_splits is None and "decode" in families:
+            reasons.append("splits: the decode family's own borders, every 512 keys")
+        return Explanation(
+            backend=self.name,
+            kernel="decode_block" if only_decode else "prefill_tile",
+            family="+".join(families) or "none",
+            isa=isa,
+            tile=plan.tile_decode if only_decode else plan.tile_prefill,
+            rows_per_item=plan.max_rows if only_decode else plan.block_rows,
+            num_splits=plan.num_splits,
+            num_items=plan.num_prefill_items + plan.num_decode_items,
+            num_threads=plan.num_threads,
+            tiles_total=plan.tiles_total,
+            tiles_skipped=plan.tiles_skipped,
+            workspace_bytes=plan.workspace_bytes,
+            reasons=tuple(reasons),
+        )
+
+
+BACKEND = CBackend()
+
+
+def primitive(isa: str, name: str, *arrays: Array, factor: float = 1.0, dtype: str = "float32") -> Any:
+    """Run one vector primitive of an instruction set; for tests.
+
+    Parameters
+    ----------
+    isa : str
+        One of `supported_isas`.
+    name : {"exp2", "load", "store", "transpose", "reduce", "lanes"}
+        exp2: ``2**(x * factor)`` for x <= 0. load: a 1-D array of a stored type (any stride) to its
+        compute type. store: a 1-D array of a compute type to `dtype`. transpose: a square of
+        lanes x lanes. reduce: (4, lanes) to its 4 sums and the maximum of row 0. lanes: lanes of
+        float32 and float64.
+    *arrays : ndarray
+        The one operand; its compute type (float32 or float64) chooses the kernel.
+    """
+    row = compiled_isas()[isa]
+    if name == "lanes":
+        return lib.pf_primitive_lanes(row, 0), lib.pf_primitive_lanes(row, 1)
+    (x,) = arrays
+    compute = np.dtype("float64" if x.dtype == np.float64 else "float32")
+    wide = int(compute == np.float64)
+    if name == "exp2":
+        out = np.empty(x.shape, compute)
+        lib.pf_primitive_exp2(row, wide, _pointer(x), factor, _pointer(out), x.size)
+    elif name == "load":
+        out = np.empty(x.shape, compute)
+        lib.pf_primitive_load(row, wide, _code(x), _pointer(x), x.strides[0] // x.itemsize, _pointer(out), x.size)
+    elif name == "store":
+        out = np.empty(x.shape, _dtypes.numpy_dtype(dtype))
+        lib.pf_primitive_store(row, wide, _code(out), _pointer(x), _pointer(out), 1, x.size)
+    elif name == "transpose":
+        out = np.empty(x.shape, compute)
+        lib.pf_primitive_transpose(row, wide, _pointer(x), _pointer(out))
+    elif name == "reduce":
+        out, maximum = np.empty(4, compute), np.empty(1, compute)
+        lib.pf_primitive_reduce(row, wide, _pointer(x), _pointer(out), _pointer(maximum))
+        return out, maximum[0]
+    else:
+        raise invalid("name", repr(name), "a primitive")
+    return out

@@ -1,0 +1,124 @@
+"""The frozen descriptions that pass between the checks, the backends and nobody else.
+
+``_args`` builds them, a backend executes them. Arrays are the caller's own memory, seen with
+their axes in one canonical order; everything else is a plain Python value in its final form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+#: A window side or a key bound without limit.
+UNLIMITED = -1
+
+#: A sequence with at most so many query rows per kv head (seqlen_q * num_heads / num_kv_heads)
+#: belongs to the decode family, a longer one to the prefill family.
+DECODE_MAX_ROWS = 16
+
+
+class AttentionArgs(NamedTuple):
+    """One attention call, checked.
+
+    The keys have one of three addresses: dense (``cu_seqlens_kv`` and ``block_table`` None),
+    packed (``cu_seqlens_kv``) or paged (``block_table``). Queries are dense or packed
+    (``cu_seqlens_q``), independently of the keys. Packed arrays carry a leading axis of 1, so
+    that every array has four axes.
+    """
+
+    q: Array  # (batch, seqlen_q, num_heads, head_dim) | (1, total_q, num_heads, head_dim)
+    k: Array  # (batch, seqlen_kv, num_kv_heads, head_dim) | (1, total_kv, ...) | (num_pages, page_size, ...)
+    v: Array  # as k, with head_dim_v
+    out: Array  # as q, with head_dim_v; to be filled, holds rubbish before
+    lse: Array | None  # (batch, num_heads, seqlen_q) | (1, num_heads, total_q); to be filled
+    scale: float
+    causal: bool  # key j is visible to row i only if j <= i + offset
+    window: tuple[int, int]  # and i + offset - left <= j <= i + offset + right; UNLIMITED
+    q_offset: Array | None  # (batch,) int64; None means seqlen_kv - seqlen_q of each sequence
+    cu_seqlens_q: Array | None  # (batch + 1,) integers
+    cu_seqlens_kv: Array | None  # (batch + 1,) integers
+    seq_lens: Array | None  # (batch,) integers; valid keys, None means all of them
+    block_table: Array | None  # (batch, max_pages) integers
+    num_splits: int | None  # cut the keys of each sequence into so many parts
+    tile: int | None  # keys per tile; None is the kernel's own choice
+    family: str | None  # "prefill", "decode" or None: chosen from the shape
+    isa: str | None
+    num_threads: int | None
+    workspace: Array | None  # contiguous bytes that the caller keeps for the kernels
+
+    @property
+    def batch(self) -> int:
+        """Number of sequences."""
+        for array in (self.cu_seqlens_q, self.cu_seqlens_kv):
+            if array is not None:
+                return int(array.shape[0]) - 1
+        return int(self.q.shape[0])
+
+
+class MergeArgs(NamedTuple):
+    """Partial results to be merged along the fixed binary tree of their indices."""
+
+    parts: Array  # (num_parts, batch, seqlen, num_heads, head_dim_v)
+    part_lse: Array  # (num_parts, batch, num_heads, seqlen)
+    sinks: Array | None  # (num_heads,)
+    out: Array  # (batch, seqlen, num_heads, head_dim_v); to be filled
+    lse: Array  # (batch, num_heads, seqlen); to be filled
+
+
+class AppendArgs(NamedTuple):
+    """New keys and values and the places in a cache where they go."""
+
+    k: Array  # (num_tokens, num_kv_heads, head_dim)
+    v: Array  # (num_tokens, num_kv_heads, head_dim_v)
+    k_cache: Array  # (num_pages, page_size, num_kv_heads, head_dim); written
+    v_cache: Array  # as k_cache, with head_dim_v; written
+    slots: Array  # (num_tokens,) int64: page * page_size + place, or -1: skipped
+    cos: Array | None  # (num_tokens, rotary_dim / 2) float32 or float64: rotation of each token
+    sin: Array | None
+    interleaved: bool  # rotate neighbouring pairs instead of the two halves
+
+
+class Explanation(NamedTuple):
+    """What a call would do: see `pyflash.explain`."""
+
+    backend: str
+    kernel: str
+    family: str  # "prefill", "decode" or "prefill+decode" (sequences of both kinds)
+    isa: str
+    tile: int  # keys per tile of the larger family in use
+    rows_per_item: int  # query rows that one work item covers
+    num_splits: int  # parts of the longest sequence's keys whose states are merged
+    num_items: int  # work items that threads share out
+    num_threads: int
+    tiles_total: int  # key tiles of all row blocks, masked or not
+    tiles_skipped: int  # of these, the tiles that no row of the block sees
+    workspace_bytes: int
+    reasons: tuple[str, ...]  # why this kernel, family and instruction set
+
+
+class Backend(Protocol):
+    """What a backend offers; ``_backends`` knows them by name."""
+
+    name: str
+
+    def unavailable(self) -> str | None:
+        """Return why the backend cannot be used here, None if it can."""
+
+    def attention(self, args: AttentionArgs) -> None:
+        """Fill ``args.out`` and ``args.lse``."""
+
+    def merge_states(self, args: MergeArgs) -> None:
+        """Fill ``args.out`` and ``args.lse``."""
+
+    def append_kv(self, args: AppendArgs) -> None:
+        """Write the tokens into the caches."""
+
+    def explain(self, args: AttentionArgs) -> Explanation:
+        """Say what `attention` would do, without doing it."""
+
+
+BackendLoader = Callable[[], Backend]

@@ -1,0 +1,92 @@
+"""The keywords that all attention functions share: documented once, shown in every signature."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from ._args import DEFAULTS
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+_PARAMETERS = """\
+causal : bool or "top_left", default False
+    True: row ``i`` sees keys ``j <= i + seqlen_kv - seqlen_q`` (bottom-right aligned, what a
+    cache continues). "top_left": keys ``j <= i``, the same as ``q_offset=0``.
+window : (left, right), optional
+    Row ``i`` at position ``p = i + offset`` sees only ``p - left <= j <= p + right``; both ends
+    are included; None or -1 on a side is no limit there.
+scale : float, optional
+    Factor on ``q . k``; any finite number. Default ``1 / sqrt(head_dim)``.
+q_offset : int or (batch,) int32 or int64 array, optional
+    Position of row 0 of each sequence. Default ``seqlen_kv - seqlen_q`` of the sequence.
+return_lse : bool, default False
+    Also return the log-sum-exp of each row's scores (natural logarithm; -inf for a row that
+    sees no key), float32, or float64 for float64 queries.
+out : ndarray, optional
+    Where the result goes; any strides, no overlap with the inputs. Default: a new array.
+out_dtype : dtype or str, optional
+    Type of the result. Default: that of `q`, or of `out`.
+num_splits : int, optional
+    Cut the keys of each sequence into so many parts and merge their states (flash-decoding).
+    Default: none in the prefill family, every 512 keys in the decode family.
+num_threads : int, optional
+    Threads of the C backend. Default: ``PYFLASH_NUM_THREADS``, else what OpenMP would use.
+    The result does not depend on it.
+isa : str, optional
+    Instruction set of the C backend, one of `available_isas`. Default: ``PYFLASH_ISA``, else
+    the best this machine has.
+workspace : (num_bytes,) uint8 ndarray, optional
+    Scratch memory the caller keeps for the C backend; `explain` says how much a call needs.
+tile : int, optional
+    Keys per tile of the recurrence. Default: a constant of the kernel.
+family : {"prefill", "decode"}, optional
+    Force a kernel family. Default: decode for sequences with at most 16 query rows per
+    key/value head (``seqlen_q * num_heads / num_kv_heads``).
+backend : {"auto", "numpy", "c", "cuda"}, optional
+    Default: `use_backend`, else ``PYFLASH_BACKEND``, else where the arrays live."""
+
+_RETURNS = """\
+out : ndarray
+    Shaped like `q` with the width of the values; rows that see no key are 0.
+lse : ndarray
+    Only with ``return_lse=True``; {lse_shape}."""
+
+_RAISES = """\
+InvalidArgument
+    An argument has a wrong type, shape, stride or value; the message names it.
+UnsupportedError
+    The backend cannot do what was asked for.
+BackendUnavailable
+    The backend cannot run here."""
+
+
+def attention_options(lse_shape: str) -> Callable[[_Function], _Function]:
+    """Return a decorator that completes signature and docstring of an attention function.
+
+    The docstring has the lines ``{parameters}``, ``{returns}`` and ``{raises}`` where the shared
+    text goes; the signature gets the shared keywords in place of ``**options``.
+    """
+
+    def decorate(function: _Function) -> _Function:
+        signature = inspect.signature(function)
+        own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        names = {p.name for p in own}
+        shared = [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default)
+            for name, default in DEFAULTS.items()
+            if name not in names
+        ]
+        function.__signature__ = signature.replace(parameters=own + shared)  # type: ignore[attr-defined]
+        text = inspect.cleandoc(function.__doc__ or "")
+        for mark, block in (
+            ("{parameters}", _PARAMETERS),
+            ("{returns}", _RETURNS.format(lse_shape=lse_shape)),
+            ("{raises}", _RAISES),
+        ):
+            text = text.replace(mark, block)
+        function.__doc__ = text
+        return function
+
+    return decorate

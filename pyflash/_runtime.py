@@ -1,0 +1,77 @@
+"""What this installation is and what it would use: `show_runtime` and `available_isas`."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+
+import numpy as np
+
+from . import _backends, _c
+from ._checks import choice
+from ._version import __version__
+
+
+def available_isas() -> tuple[str, ...]:
+    """Return the instruction sets of the C backend that this machine can run, slowest first.
+
+    Returns
+    -------
+    tuple of str
+        For example ``("scalar", "avx2", "avx512")``; empty where the C backend is unavailable.
+    """
+    return () if _c.BACKEND.unavailable() else _c.supported_isas()
+
+
+def _cpu_name() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            for line in file:
+                if line.startswith("model name"):
+                    return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or "unknown"
+
+
+def _c_lines() -> list[tuple[str, str]]:
+    isa, why = _c.choose_isa(None)
+    missing = [name for name in _c.compiled_isas() if name not in _c.supported_isas()]
+    lines = [("instruction set", f"{isa} ({why})"), ("available", ", ".join(_c.supported_isas()))]
+    if missing:
+        lines.append(("not on this CPU", ", ".join(missing)))
+    version = _c.lib.pf_openmp_version()
+    lines.append(("OpenMP", str(version) if version else "none: a serial build, every call runs on one thread"))
+    threads = _c.default_threads()
+    if threads is None:
+        lines.append(("threads", f"{_c.lib.pf_max_threads()} (OpenMP's default, at most the CPUs of this process)"))
+    else:
+        source = "PYFLASH_NUM_THREADS" if os.environ.get("PYFLASH_NUM_THREADS") else "this process was forked"
+        lines.append(("threads", f"{threads} ({source})"))
+    return lines
+
+
+def runtime_report() -> list[tuple[str, str]]:
+    """Return the lines of `show_runtime` as pairs of a label and a value."""
+    lines = [
+        ("pyflash", __version__),
+        ("Python", f"{platform.python_version()} on {sys.platform} {platform.machine()}"),
+        ("NumPy", np.__version__),
+        ("CPU", f"{_cpu_name()}, {os.cpu_count()} logical"),
+    ]
+    for name, reason in _backends.available_backends().items():
+        lines.append((f"backend {name}", reason or "available"))
+        if name == "c" and reason is None:
+            lines += [("  " + label, value) for label, value in _c_lines()]
+    default = os.environ.get("PYFLASH_BACKEND") or _backends.AUTO
+    lines.append(("default backend", str(choice("PYFLASH_BACKEND", default, (*_backends.MODULES, _backends.AUTO)))))
+    return lines
+
+
+def show_runtime() -> None:
+    """Print versions, the CPU, the instruction set and why, OpenMP and threads, and the backends."""
+    lines = runtime_report()
+    width = max(len(label) for label, _ in lines)
+    for label, value in lines:
+        print(f"{label:<{width}}  {value}")
