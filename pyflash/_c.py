@@ -92,7 +92,7 @@ def _check(status: int) -> None:
 
 
 def _pointer(array: Array) -> Any:
-    return ffi.cast("void *", array.__array_interface__["data"][0] if array.flags.c_contiguous else array.ctypes.data)
+    return ffi.cast("void *", array.__array_interface__["data"][0])
 
 
 def _code(array: Array) -> int:

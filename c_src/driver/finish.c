@@ -8,11 +8,11 @@ int pf_finish_row(const pf_context *context, const pf_sequence *sequence, int64_
     const pf_attention_call *call = context->call;
     double factor = 1.0 / l, lse = m * context->scale.score_factor + log(l);
     if (l == 0) {
-        /* No weight: no key was visible, or the data made all scores -inf, and softmax of that is
-         * not a number. */
+        /* No weight: no key was visible, or the data made all scores -inf. The log-sum-exp is -inf
+         * in both cases, but softmax of nothing but -inf is not a number. */
         const pf_span span = pf_row_span(call, sequence, row);
         factor = span.lo == span.hi ? 0.0 : (double)NAN;
-        lse = span.lo == span.hi ? -(double)INFINITY : (double)NAN;
+        lse = -(double)INFINITY;
     }
     const int finite = context->kernels->state_scale(o, call->head_dim_v, factor);
     context->kernels->store_row(pf_row_of(call, &call->out, sequence, kv_head, row), call->out.stride_dim, o,

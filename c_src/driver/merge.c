@@ -55,12 +55,12 @@ static void merge_row(const pf_merger *merger, pf_tree *tree, int64_t b, int64_t
     const pf_state state = pf_tree_close(tree);
     const double m = get_real(state.m, merger->elem_bytes), l = get_real(state.l, merger->elem_bytes);
     double factor = l == 0 ? 0 : 1 / l;
-    if (call->sinks && l != 0) { /* one more term in the denominator, without a value */
+    if (call->sinks) { /* one more term in the denominator, without a value */
         const double sink = call->sinks[head], top = fmax(m, sink);
-        const double weight = exp(m - top);
-        factor = sink == (double)INFINITY ? 0 : weight / (l * weight + exp(sink - top));
-        if (isnan(sink))
-            factor = sink;
+        if (isnan(sink) || sink == (double)INFINITY)
+            factor = isnan(sink) ? sink : 0;
+        else if (l != 0)
+            factor = exp(m - top) / (l * exp(m - top) + exp(sink - top));
     }
     merger->kernels->state_scale(state.o, call->head_dim, factor);
     merger->kernels->store_row(element(&call->out, b, token, head, 0), call->out.stride_dim, state.o, call->head_dim,
