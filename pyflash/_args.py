@@ -195,7 +195,7 @@ def _call(
         family=_checks.choice("family", options["family"], (None, "prefill", "decode")),
         isa=_isa(options["isa"]),
         num_threads=_positive("num_threads", options["num_threads"]),
-        workspace=_workspace(options["workspace"]),
+        workspace=_workspace(options["workspace"], {"q": queries, names[0]: keys, names[1]: values, "out": out}),
     )
     if backend == "numpy":
         for name in ("isa", "num_threads", "workspace"):
@@ -247,10 +247,14 @@ def _provide_out(
 
 def dtype_named(value: Any) -> np.dtype[Any]:
     """Return the NumPy dtype that `out_dtype` names: a name, a NumPy dtype or a scalar type."""
+    dtype = None
     try:
-        dtype = _dtypes.numpy_dtype(value) if value == "bfloat16" else np.dtype(value)
+        if isinstance(value, str) and value == "bfloat16":
+            dtype = _dtypes.numpy_dtype(value)
+        elif not isinstance(value, np.ndarray):
+            dtype = np.dtype(value)
     except TypeError:
-        dtype = None
+        pass  # not a type; refused below
     except ImportError:
         raise invalid("out_dtype", "'bfloat16' without the package ml_dtypes", "ml_dtypes installed") from None
     if dtype is None or _dtypes.lookup(dtype) is None:
@@ -322,10 +326,11 @@ def _isa(isa: Any) -> str | None:
     return isa
 
 
-def _workspace(workspace: Any) -> Array | None:
+def _workspace(workspace: Any, others: dict[str, Array | None]) -> Array | None:
     if workspace is None:
         return None
     array = _checks.plain_array("workspace", workspace, {1: "(num_bytes,)"})
     if array.dtype != np.uint8 or not array.flags.c_contiguous or not array.flags.writeable:
         raise invalid("workspace", _checks.describe(workspace), "a writable contiguous uint8 array")
+    _checks.writable_output("workspace", array, others)
     return array

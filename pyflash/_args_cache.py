@@ -80,9 +80,9 @@ def append(
         for name, x in (("k_cache", k_cache), ("v_cache", v_cache))
     ]
     _check_append_shapes(k, v, *caches)
-    inputs = {"k": k, "v": v, "cos": cos, "sin": sin}
-    for name, cache in zip(("k_cache", "v_cache"), caches, strict=True):
-        _checks.writable_output(name, cache, {n: x for n, x in inputs.items() if isinstance(x, np.ndarray)})
+    inputs = {n: x for n, x in (("k", k), ("v", v), ("cos", cos), ("sin", sin)) if isinstance(x, np.ndarray)}
+    _checks.writable_output("k_cache", caches[0], inputs)
+    _checks.writable_output("v_cache", caches[1], {**inputs, "k_cache": caches[0]})
     if (slots is None) == (seq_lens is None):
         found = "neither" if slots is None else "both"
         raise invalid("slots", f"{found} of slots and seq_lens", "either slots, or seq_lens (and a block_table)")

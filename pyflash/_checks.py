@@ -112,7 +112,10 @@ def number(name: str, value: object) -> float:
     allowed = (int, float, np.integer, np.floating)
     if isinstance(value, bool) or not isinstance(value, allowed):
         raise invalid(name, describe(value), "a finite number")
-    result = float(value)
+    try:
+        result = float(value)
+    except OverflowError:
+        result = math.inf
     if not math.isfinite(result):
         raise invalid(name, result, "a finite number")
     return result

@@ -25,6 +25,7 @@ typedef struct pf_sequence {
     int64_t num_queries, num_rows;
     pf_mask mask;
     int decode;          /* which family */
+    int64_t num_splits;  /* asked for, but no more than there are keys; 0: the family's own borders */
     int64_t first_split; /* splits [first_split, end_split) may hold visible keys */
     int64_t end_split;
 } pf_sequence;
@@ -34,8 +35,8 @@ static inline int64_t pf_index_at(const pf_index *index, int64_t i) {
 }
 
 /* First key of a split; the end of the last one is the number of keys. */
-static inline int64_t pf_split_lo(const pf_attention_call *call, const pf_sequence *s, int64_t split) {
-    const int64_t num_keys = s->mask.num_keys, n = call->num_splits;
+static inline int64_t pf_split_lo(const pf_sequence *s, int64_t split) {
+    const int64_t num_keys = s->mask.num_keys, n = s->num_splits;
     if (n > 0) /* split * num_keys / n without overflow */
         return split * (num_keys / n) + split * (num_keys % n) / n;
     return s->decode ? pf_min(split * PF_DECODE_SPLIT_KEYS, num_keys) : split * num_keys;
@@ -63,8 +64,9 @@ static inline pf_sequence pf_get_sequence(const pf_attention_call *call, int64_t
                        .causal = call->causal};
     s.num_rows = call->num_kv_heads ? s.num_queries * (call->num_heads / call->num_kv_heads) : 0;
     s.decode = call->family ? call->family == PF_FAMILY_DECODE : s.num_rows <= PF_DECODE_MAX_ROWS;
-    s.end_split = call->num_splits > 0 ? call->num_splits : 1;
-    if (s.decode && call->num_splits <= 0 && s.num_rows > 0) {
+    s.num_splits = pf_min(call->num_splits, pf_max(num_keys, 1));
+    s.end_split = pf_max(s.num_splits, 1);
+    if (s.decode && s.num_splits == 0 && s.num_rows > 0) {
         const pf_span seen = pf_visible_to_any(&s.mask, 0, s.num_queries - 1);
         s.first_split = seen.lo / PF_DECODE_SPLIT_KEYS;
         s.end_split = pf_max(pf_ceil_div(seen.hi, PF_DECODE_SPLIT_KEYS), s.first_split + 1);

@@ -18,7 +18,8 @@ typedef struct pf_scratch {
     void *v_copies; /* [tile][o_stride] */
     const void **k_rows, **v_rows;
     int32_t *lo, *hi;
-    char *states[3];      /* for whole items, the first partial item, the last partial item */
+    char *states[3];     /* for whole items, the first partial item, the last partial item */
+    char *chunk;         /* one more state, for splits of more keys than may be one sum */
     pf_partial *partial; /* first and last partial item of this thread */
     int64_t q_stride, o_stride, scores_stride;
 } pf_scratch;
@@ -38,6 +39,11 @@ static int64_t padded(const pf_context *context, int64_t n) {
     return pf_round_up(n, context->kernels->lanes);
 }
 
+/* Kernels take rows of unit stride, keys and values of one type. */
+static int copies_keys(const pf_attention_call *call) {
+    return call->k.stride_dim != 1 || call->v.stride_dim != 1;
+}
+
 static int64_t carve(const pf_context *context, char *base, pf_scratch *s) {
     const pf_attention_call *call = context->call;
     const int64_t e = context->elem_bytes, rows = context->plan.max_rows, tile = context->plan.tile_decode;
@@ -49,14 +55,15 @@ static int64_t carve(const pf_context *context, char *base, pf_scratch *s) {
     const int64_t states = pf_tree_nodes(context->plan.num_splits) * pf_state_bytes(&shape);
     s->queries = pf_carve(&at, rows * s->q_stride * e);
     s->scores = pf_carve(&at, rows * s->scores_stride * e);
-    s->k_copies = pf_carve(&at, call->k.stride_dim != 1 ? tile * s->q_stride * e : 0);
-    s->v_copies = pf_carve(&at, call->v.stride_dim != 1 ? tile * s->o_stride * e : 0);
+    s->k_copies = pf_carve(&at, copies_keys(call) ? tile * s->q_stride * e : 0);
+    s->v_copies = pf_carve(&at, copies_keys(call) ? tile * s->o_stride * e : 0);
     s->k_rows = pf_carve(&at, (tile + ROWS_AHEAD) * (int64_t)sizeof(void *));
     s->v_rows = pf_carve(&at, (tile + ROWS_AHEAD) * (int64_t)sizeof(void *));
     s->lo = pf_carve(&at, rows * (int64_t)sizeof(int32_t));
     s->hi = pf_carve(&at, rows * (int64_t)sizeof(int32_t));
     for (int i = 0; i < 3; i++)
         s->states[i] = pf_carve(&at, states);
+    s->chunk = pf_carve(&at, pf_state_bytes(&shape));
     s->partial = pf_carve(&at, 2 * (int64_t)sizeof(pf_partial));
     return at - base;
 }
@@ -98,7 +105,7 @@ static void load_queries(const pf_scratch *s, const pf_item *item) {
 static int64_t fetch_rows(const pf_item *item, const pf_tensor *t, int64_t lo, int64_t hi, int64_t end, int64_t width,
                           void *copies, int64_t copy_stride, const void **rows) {
     const pf_context *context = item->context;
-    if (t->stride_dim == 1) {
+    if (!copies_keys(context->call)) {
         const int64_t ahead = pf_min(end - hi, ROWS_AHEAD);
         pf_key_rows(context->call, t, item->sequence, item->kv_head, lo, hi + ahead, rows);
         return ahead;
@@ -112,12 +119,11 @@ static int64_t fetch_rows(const pf_item *item, const pf_tensor *t, int64_t lo, i
     return 0;
 }
 
-/* The recurrence over one split of the keys, from the empty state. */
-static void run_split(const pf_scratch *s, const pf_item *item, int64_t split, pf_state state) {
+/* The recurrence over at most PF_DECODE_SPLIT_KEYS keys, from the empty state. */
+static void run_chunk(const pf_scratch *s, const pf_item *item, pf_span keys, pf_state state) {
     const pf_context *context = item->context;
     const pf_attention_call *call = context->call;
     const int64_t tile = context->plan.tile_decode, end_row = item->first + item->num_rows;
-    const pf_span keys = {pf_split_lo(call, item->sequence, split), pf_split_lo(call, item->sequence, split + 1)};
     const pf_span any = pf_clip(pf_rows_any(call, item->sequence, item->first, end_row), keys.lo, keys.hi);
     const pf_span all = pf_rows_all(call, item->sequence, item->first, end_row);
     context->kernels->state_reset(state.m, state.l, item->num_rows, state.o, item->num_rows * s->o_stride);
@@ -135,7 +141,7 @@ static void run_split(const pf_scratch *s, const pf_item *item, int64_t split, p
                              .head_dim_v = call->head_dim_v,
                              .scale_log2 = context->scale.log2,
                              .num_rows = item->num_rows,
-                             .dtype = call->k.dtype};
+                             .dtype = copies_keys(call) ? context->compute_dtype : call->k.dtype};
     for (int64_t lo = keys.lo + (any.lo - keys.lo) / tile * tile; lo < any.hi; lo += tile) {
         const pf_span present = pf_clip(any, lo, lo + tile);
         const int64_t k_ahead = fetch_rows(item, &call->k, present.lo, present.hi, any.hi, call->head_dim, s->k_copies,
@@ -156,6 +162,20 @@ static void run_split(const pf_scratch *s, const pf_item *item, int64_t split, p
             block.hi = s->hi;
         }
         context->kernels->decode_block(&block);
+    }
+}
+
+/* One split. A kernel adds up all keys that it gets in one chain, so a long split is several sums. */
+static void run_split(const pf_scratch *s, const pf_item *item, int64_t split, pf_state state) {
+    const int64_t end = pf_split_lo(item->sequence, split + 1);
+    pf_span keys = {pf_split_lo(item->sequence, split), 0};
+    keys.hi = pf_min(keys.lo + PF_DECODE_SPLIT_KEYS, end);
+    run_chunk(s, item, keys, state);
+    pf_tree chunk = make_tree(item, s->chunk);
+    while (keys.hi < end) {
+        keys = (pf_span){keys.hi, pf_min(keys.hi + PF_DECODE_SPLIT_KEYS, end)};
+        run_chunk(s, item, keys, pf_tree_next(&chunk));
+        merge_rows(item, state, pf_tree_next(&chunk));
     }
 }
 

@@ -97,7 +97,7 @@ void pf_make_context(pf_context *context, const pf_attention_call *call, int64_t
 static void count_item(const pf_context *context, pf_plan *plan, const pf_sequence *s, int64_t first, int64_t end) {
     const int64_t tile = s->decode ? plan->tile_decode : plan->tile_prefill;
     for (int64_t split = 0; split < s->end_split; split++) {
-        const int64_t lo = pf_split_lo(context->call, s, split), hi = pf_split_lo(context->call, s, split + 1);
+        const int64_t lo = pf_split_lo(s, split), hi = pf_split_lo(s, split + 1);
         const pf_span any = pf_clip(pf_rows_any(context->call, s, first, end), lo, hi);
         const int64_t total = pf_ceil_div(hi - lo, tile);
         const int64_t used = any.lo == any.hi ? 0 : (any.hi - 1 - lo) / tile - (any.lo - lo) / tile + 1;

@@ -47,7 +47,7 @@ static int64_t carve(const pf_context *context, char *base, pf_scratch *s) {
     const int64_t e = context->elem_bytes, lanes = context->kernels->lanes, width = context->plan.panel_rows;
     const int64_t rows = context->plan.block_rows, tile = context->plan.tile_prefill;
     const pf_state_shape shape = block_shape(context, rows);
-    const int64_t num_states = call->num_splits > 1 ? pf_tree_nodes(call->num_splits) : 1;
+    const int64_t num_states = pf_tree_nodes(call->num_splits > 1 ? context->plan.num_splits : 1);
     char *at = base;
     s->k_stride = pf_round_up(call->head_dim, lanes) + lanes;
     s->v_stride = pf_round_up(call->head_dim_v, lanes) + lanes;
@@ -231,7 +231,6 @@ static void finish_block(const pf_context *context, const pf_scratch *s, const p
 }
 
 static void run_rows(const pf_context *context, const pf_scratch *s, const pf_block *block) {
-    const pf_attention_call *call = context->call;
     const pf_sequence *sequence = block->sequence;
     pack_block(context, s, block);
     pf_tree tree = {.states = s->states,
@@ -239,7 +238,7 @@ static void run_rows(const pf_context *context, const pf_scratch *s, const pf_bl
                     .merge = merge_block,
                     .owner = block};
     for (int64_t split = 0; split < sequence->end_split; split++) {
-        const pf_span keys = {pf_split_lo(call, sequence, split), pf_split_lo(call, sequence, split + 1)};
+        const pf_span keys = {pf_split_lo(sequence, split), pf_split_lo(sequence, split + 1)};
         run_split(context, s, block, pf_tree_next(&tree), keys);
         pf_tree_push(&tree, (pf_node){split, 0});
     }

@@ -40,6 +40,8 @@ static inline int64_t pf_state_bytes(const pf_state_shape *shape) {
 
 /* Nodes that a tree over num_splits splits ever holds, the one being computed included. */
 static inline int64_t pf_tree_nodes(int64_t num_splits) {
+    if (num_splits == 1)
+        return 1;
     int64_t levels = 0;
     while (((int64_t)1 << levels) < num_splits)
         levels++;

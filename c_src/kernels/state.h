@@ -64,15 +64,17 @@ static int V(state_scale)(void *o_, int64_t n, double factor) {
     V(elem) *o = o_;
     const V(vec) f = V(set1)((V(elem))factor);
     V(vec) check = V(zero)(); /* x * 0 is NaN for NaN and Inf alone */
+    /* Adding 0 makes -0 to 0: a sum that underflowed to -0 becomes 0 as soon as a key that the row
+     * does not see adds 0 * v, and bits must not depend on who shares a tile. */
     int64_t d = 0;
     for (; d + V(LANES) <= n; d += V(LANES)) {
-        const V(vec) x = V(mul)(V(load)(o + d), f);
+        const V(vec) x = V(mul)(V(add)(V(load)(o + d), V(zero)()), f);
         V(store)(o + d, x);
         check = V(fma)(x, V(zero)(), check);
     }
     V(elem) rest = V(reduce_add)(check);
     for (; d < n; d++) {
-        o[d] *= (V(elem))factor;
+        o[d] = (o[d] + 0) * (V(elem))factor;
         rest += o[d] * 0;
     }
     return rest == 0;

