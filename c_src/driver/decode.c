@@ -19,6 +19,7 @@ typedef struct pf_scratch {
     const void **k_rows, **v_rows;
     int32_t *lo, *hi;
     char *states[3];     /* for whole items, the first partial item, the last partial item */
+    void *value;         /* one row of values */
     char *chunk;         /* one more state, for splits of more keys than may be one sum */
     pf_partial *partial; /* first and last partial item of this thread */
     int64_t q_stride, o_stride, scores_stride;
@@ -31,17 +32,18 @@ typedef struct pf_item {
     int64_t id, kv_head, first;
     int32_t num_rows;
     int64_t o_stride;
+    double value_factor; /* values are multiplied by it, the outputs divided */
 } pf_item;
 
-enum { ROWS_AHEAD = 16 };
+enum { ROWS_AHEAD = 16, RETRY_TILE_KEYS = 8 };
 
 static int64_t padded(const pf_context *context, int64_t n) {
     return pf_round_up(n, context->kernels->lanes);
 }
 
 /* Kernels take rows of unit stride, keys and values of one type. */
-static int copies_keys(const pf_attention_call *call) {
-    return call->k.stride_dim != 1 || call->v.stride_dim != 1;
+static int copies_keys(const pf_attention_call *call, double value_factor) {
+    return call->k.stride_dim != 1 || call->v.stride_dim != 1 || value_factor != 1.0;
 }
 
 static int64_t carve(const pf_context *context, char *base, pf_scratch *s) {
@@ -55,14 +57,16 @@ static int64_t carve(const pf_context *context, char *base, pf_scratch *s) {
     const int64_t states = pf_tree_nodes(context->plan.num_splits) * pf_state_bytes(&shape);
     s->queries = pf_carve(&at, rows * s->q_stride * e);
     s->scores = pf_carve(&at, rows * s->scores_stride * e);
-    s->k_copies = pf_carve(&at, copies_keys(call) ? tile * s->q_stride * e : 0);
-    s->v_copies = pf_carve(&at, copies_keys(call) ? tile * s->o_stride * e : 0);
+    const int64_t num_copies = copies_keys(call, 1.0) ? tile : pf_min(tile, RETRY_TILE_KEYS);
+    s->k_copies = pf_carve(&at, num_copies * s->q_stride * e);
+    s->v_copies = pf_carve(&at, num_copies * s->o_stride * e);
     s->k_rows = pf_carve(&at, (tile + ROWS_AHEAD) * (int64_t)sizeof(void *));
     s->v_rows = pf_carve(&at, (tile + ROWS_AHEAD) * (int64_t)sizeof(void *));
     s->lo = pf_carve(&at, rows * (int64_t)sizeof(int32_t));
     s->hi = pf_carve(&at, rows * (int64_t)sizeof(int32_t));
     for (int i = 0; i < 3; i++)
         s->states[i] = pf_carve(&at, states);
+    s->value = pf_carve(&at, s->o_stride * e);
     s->chunk = pf_carve(&at, pf_state_bytes(&shape));
     s->partial = pf_carve(&at, 2 * (int64_t)sizeof(pf_partial));
     return at - base;
@@ -103,9 +107,9 @@ static void load_queries(const pf_scratch *s, const pf_item *item) {
 /* Pointers to keys [lo, hi), at unit stride: where they lie, or gathered. Returns how many of the
  * keys behind, up to `end`, have pointers too. */
 static int64_t fetch_rows(const pf_item *item, const pf_tensor *t, int64_t lo, int64_t hi, int64_t end, int64_t width,
-                          void *copies, int64_t copy_stride, const void **rows) {
+                          double factor, void *copies, int64_t copy_stride, const void **rows) {
     const pf_context *context = item->context;
-    if (!copies_keys(context->call)) {
+    if (!copies_keys(context->call, item->value_factor)) {
         const int64_t ahead = pf_min(end - hi, ROWS_AHEAD);
         pf_key_rows(context->call, t, item->sequence, item->kv_head, lo, hi + ahead, rows);
         return ahead;
@@ -114,6 +118,8 @@ static int64_t fetch_rows(const pf_item *item, const pf_tensor *t, int64_t lo, i
     for (int64_t j = 0; j < hi - lo; j++) {
         char *copy = (char *)copies + j * copy_stride * context->elem_bytes;
         context->kernels->load_row(copy, rows[j], t->stride_dim, width, t->dtype);
+        if (factor != 1.0)
+            context->kernels->state_scale(copy, width, factor);
         rows[j] = copy;
     }
     return 0;
@@ -123,7 +129,10 @@ static int64_t fetch_rows(const pf_item *item, const pf_tensor *t, int64_t lo, i
 static void run_chunk(const pf_scratch *s, const pf_item *item, pf_span keys, pf_state state) {
     const pf_context *context = item->context;
     const pf_attention_call *call = context->call;
-    const int64_t tile = context->plan.tile_decode, end_row = item->first + item->num_rows;
+    const int copies = copies_keys(call, item->value_factor);
+    const int64_t tile = item->value_factor == 1.0 ? context->plan.tile_decode
+                                                   : pf_min(context->plan.tile_decode, RETRY_TILE_KEYS);
+    const int64_t end_row = item->first + item->num_rows;
     const pf_span any = pf_clip(pf_rows_any(call, item->sequence, item->first, end_row), keys.lo, keys.hi);
     const pf_span all = pf_rows_all(call, item->sequence, item->first, end_row);
     context->kernels->state_reset(state.m, state.l, item->num_rows, state.o, item->num_rows * s->o_stride);
@@ -141,13 +150,13 @@ static void run_chunk(const pf_scratch *s, const pf_item *item, pf_span keys, pf
                              .head_dim_v = call->head_dim_v,
                              .scale_log2 = context->scale.log2,
                              .num_rows = item->num_rows,
-                             .dtype = copies_keys(call) ? context->compute_dtype : call->k.dtype};
+                             .dtype = copies ? context->compute_dtype : call->k.dtype};
     for (int64_t lo = keys.lo + (any.lo - keys.lo) / tile * tile; lo < any.hi; lo += tile) {
         const pf_span present = pf_clip(any, lo, lo + tile);
-        const int64_t k_ahead = fetch_rows(item, &call->k, present.lo, present.hi, any.hi, call->head_dim, s->k_copies,
-                                           s->q_stride, s->k_rows);
+        const int64_t k_ahead = fetch_rows(item, &call->k, present.lo, present.hi, any.hi, call->head_dim, 1.0,
+                                           s->k_copies, s->q_stride, s->k_rows);
         const int64_t v_ahead = fetch_rows(item, &call->v, present.lo, present.hi, any.hi, call->head_dim_v,
-                                           s->v_copies, s->o_stride, s->v_rows);
+                                           item->value_factor, s->v_copies, s->o_stride, s->v_rows);
         block.num_ahead = (int32_t)pf_min(k_ahead, v_ahead);
         block.key_lo = (int32_t)(present.lo - lo);
         block.key_hi = (int32_t)(present.hi - lo);
@@ -190,24 +199,23 @@ static void run_splits(const pf_scratch *s, const pf_item *item, int64_t first, 
 static void finish_item(const pf_scratch *s, const pf_item *item, pf_state state) {
     const pf_context *context = item->context;
     const pf_sequence *sequence = item->sequence;
-    uint32_t not_finite = 0;
+    const pf_span touched = pf_rows_any(context->call, sequence, item->first, item->first + item->num_rows);
+    double retry[PF_DECODE_MAX_ROWS];
     for (int32_t r = 0; r < item->num_rows; r++) {
+        const double m = pf_real_at(context, state.m, r), l = pf_real_at(context, state.l, r);
         void *o = (char *)state.o + r * s->o_stride * context->elem_bytes;
-        if (!pf_finish_row(context, sequence, item->kv_head, item->first + r, o, pf_real_at(context, state.m, r),
-                           pf_real_at(context, state.l, r)))
-            not_finite |= (uint32_t)1 << r;
+        const int64_t row = item->first + r;
+        retry[r] = 0;
+        if (!pf_finish_row(context, sequence, item->kv_head, row, o, m, l, item->value_factor))
+            retry[r] = pf_retry_factor(context, sequence, item->kv_head, row, l, touched, item->value_factor, s->value);
     }
-    if (!not_finite || item->num_rows == 1)
-        return;
-    /* As in the prefill family: alone, a row touches no key that it does not see. */
-    const pf_span any = pf_rows_any(context->call, sequence, item->first, item->first + item->num_rows);
     for (int32_t r = 0; r < item->num_rows; r++) {
-        const pf_span own = pf_row_span(context->call, sequence, item->first + r);
-        if (!(not_finite >> r & 1) || (own.lo == any.lo && own.hi == any.hi))
+        if (retry[r] == 0.0)
             continue;
         pf_item alone = *item;
         alone.first = item->first + r;
         alone.num_rows = 1;
+        alone.value_factor = retry[r];
         pf_tree tree = make_tree(&alone, s->states[0]);
         run_splits(s, &alone, sequence->first_split, sequence->end_split, &tree);
         finish_item(s, &alone, pf_tree_close(&tree));
@@ -217,7 +225,11 @@ static void finish_item(const pf_scratch *s, const pf_item *item, pf_state state
 /* Item `number` of a sequence; items of a sequence go key/value head by head. */
 static pf_item get_item(const pf_context *context, const pf_scratch *s, const pf_sequence *sequence, int64_t number) {
     const int64_t per_head = pf_ceil_div(sequence->num_rows, PF_DECODE_MAX_ROWS);
-    pf_item item = {.context = context, .sequence = sequence, .kv_head = number / per_head, .o_stride = s->o_stride};
+    pf_item item = {.context = context,
+                    .sequence = sequence,
+                    .kv_head = number / per_head,
+                    .o_stride = s->o_stride,
+                    .value_factor = 1.0};
     const int64_t splits = sequence->end_split - sequence->first_split;
     item.id = context->decode_start[sequence->index] + number * splits; /* its first unit */
     item.first = number % per_head * PF_DECODE_MAX_ROWS;

@@ -52,9 +52,15 @@ void pf_make_context(pf_context *context, const pf_attention_call *call, int64_t
                      int64_t *decode_start);
 void pf_count_tiles(pf_context *context);
 
-/* finish.c: one finished row to out and lse; returns whether the outputs are finite. */
+/* finish.c: one finished row to out and lse; its values were multiplied by value_factor. Returns
+ * whether the outputs are finite. */
 int pf_finish_row(const pf_context *context, const pf_sequence *sequence, int64_t kv_head, int64_t row, void *o,
-                  double m, double l);
+                  double m, double l, double value_factor);
+
+/* finish.c: how a row that is not finite is to be computed again, alone: with which value_factor, or
+ * 0 for not at all. `touched` are the keys that its tiles read, `scratch` holds one row of values. */
+double pf_retry_factor(const pf_context *context, const pf_sequence *sequence, int64_t kv_head, int64_t row, double l,
+                       pf_span touched, double value_factor, void *scratch);
 
 /* prefill.c and decode.c: scratch memory of one thread, and the work. */
 int64_t pf_prefill_scratch_bytes(const pf_context *context);

@@ -13,7 +13,8 @@ typedef struct pf_scratch {
     const void **q_rows; /* one per lane of a panel */
     int32_t *lo, *hi;    /* one per lane of a panel */
     void *rows;          /* [lanes][row_stride]: a square to be transposed */
-    char *not_finite;    /* one per row of the block */
+    void *value;         /* one row of values */
+    double *retry;       /* one per row of the block: see pf_retry_factor */
     int64_t k_stride, v_stride, row_stride;
 } pf_scratch;
 
@@ -23,6 +24,7 @@ typedef struct pf_block {
     const pf_sequence *sequence;
     int64_t kv_head, first, num_rows;
     int64_t num_vectors, num_panels;
+    double value_factor; /* values are multiplied by it, the outputs divided */
 } pf_block;
 
 typedef struct pf_panel {
@@ -56,14 +58,15 @@ static int64_t carve(const pf_context *context, char *base, pf_scratch *s) {
     s->states = pf_carve(&at, num_states * pf_state_bytes(&shape));
     s->scores = pf_carve(&at, tile * width * e);
     s->k_copies = pf_carve(&at, copies_keys(context, &call->k) ? tile * s->k_stride * e : 0);
-    s->v_copies = pf_carve(&at, copies_keys(context, &call->v) ? tile * s->v_stride * e : 0);
+    s->v_copies = pf_carve(&at, (copies_keys(context, &call->v) ? tile : pf_min(tile, lanes)) * s->v_stride * e);
     s->k_rows = pf_carve(&at, tile * (int64_t)sizeof(void *));
     s->v_rows = pf_carve(&at, tile * (int64_t)sizeof(void *));
     s->q_rows = pf_carve(&at, width * (int64_t)sizeof(void *));
     s->lo = pf_carve(&at, width * (int64_t)sizeof(int32_t));
     s->hi = pf_carve(&at, width * (int64_t)sizeof(int32_t));
     s->rows = pf_carve(&at, lanes * s->row_stride * e);
-    s->not_finite = pf_carve(&at, rows);
+    s->value = pf_carve(&at, s->row_stride * e);
+    s->retry = pf_carve(&at, rows * (int64_t)sizeof(double));
     return at - base;
 }
 
@@ -73,8 +76,13 @@ int64_t pf_prefill_scratch_bytes(const pf_context *context) {
 }
 
 static pf_block make_block(const pf_context *context, const pf_sequence *sequence, int64_t kv_head, int64_t first,
-                           int64_t num_rows) {
-    pf_block block = {.context = context, .sequence = sequence, .kv_head = kv_head, .first = first, .num_rows = num_rows};
+                           int64_t num_rows, double value_factor) {
+    pf_block block = {.context = context,
+                      .sequence = sequence,
+                      .kv_head = kv_head,
+                      .first = first,
+                      .num_rows = num_rows,
+                      .value_factor = value_factor};
     block.num_vectors = pf_ceil_div(num_rows, context->kernels->lanes);
     block.num_panels = pf_ceil_div(block.num_vectors, context->kernels->panel_vectors);
     return block;
@@ -114,13 +122,15 @@ static void pack_block(const pf_context *context, const pf_scratch *s, const pf_
 
 /* Pointers to rows of the compute type with unit stride: where the keys lie, or in scratch. */
 static void fetch_rows(const pf_context *context, const pf_tensor *t, const pf_block *block, pf_span keys,
-                       int64_t width, void *copies, int64_t copy_stride, const void **rows) {
+                       int64_t width, double factor, void *copies, int64_t copy_stride, const void **rows) {
     pf_key_rows(context->call, t, block->sequence, block->kv_head, keys.lo, keys.hi, rows);
-    if (!copies_keys(context, t))
+    if (!copies_keys(context, t) && factor == 1.0)
         return;
     for (int64_t j = 0; j < keys.hi - keys.lo; j++) {
         char *copy = (char *)copies + j * copy_stride * context->elem_bytes;
         context->kernels->load_row(copy, rows[j], t->stride_dim, width, t->dtype);
+        if (factor != 1.0)
+            context->kernels->state_scale(copy, width, factor);
         rows[j] = copy;
     }
 }
@@ -163,15 +173,18 @@ static void step_panel(const pf_context *context, const pf_scratch *s, const pf_
 static void run_split(const pf_context *context, const pf_scratch *s, const pf_block *block, pf_state state,
                       pf_span split) {
     const pf_attention_call *call = context->call;
-    const int64_t tile = context->plan.tile_prefill;
+    /* Smaller values need room for copies, which not every call has: there is some for a few keys. */
+    const int64_t tile = block->value_factor == 1.0 ? context->plan.tile_prefill
+                                                    : pf_min(context->plan.tile_prefill, context->kernels->lanes);
     const pf_state_shape shape = block_shape(context, block->num_rows);
     context->kernels->state_reset(state.m, state.l, shape.num_rows, state.o, shape.num_outputs);
     const pf_span any =
         pf_clip(pf_rows_any(call, block->sequence, block->first, block->first + block->num_rows), split.lo, split.hi);
     for (int64_t lo = split.lo + (any.lo - split.lo) / tile * tile; lo < any.hi; lo += tile) {
         const pf_span keys = pf_clip(any, lo, lo + tile);
-        fetch_rows(context, &call->k, block, keys, call->head_dim, s->k_copies, s->k_stride, s->k_rows);
-        fetch_rows(context, &call->v, block, keys, call->head_dim_v, s->v_copies, s->v_stride, s->v_rows);
+        fetch_rows(context, &call->k, block, keys, call->head_dim, 1.0, s->k_copies, s->k_stride, s->k_rows);
+        fetch_rows(context, &call->v, block, keys, call->head_dim_v, block->value_factor, s->v_copies, s->v_stride,
+                   s->v_rows);
         for (int64_t p = 0; p < block->num_panels; p++) {
             const pf_panel panel = get_panel(block, p);
             const pf_state part = panel_state(block, &state, &panel);
@@ -195,37 +208,33 @@ static void merge_block(const void *owner, pf_state into, pf_state from) {
 static void run_rows(const pf_context *context, const pf_scratch *s, const pf_block *block);
 
 static void finish_block(const pf_context *context, const pf_scratch *s, const pf_block *block, pf_state state) {
-    const pf_attention_call *call = context->call;
     const int64_t lanes = context->kernels->lanes, end = block->first + block->num_rows;
-    int again = 0;
+    const pf_span touched = pf_rows_any(context->call, block->sequence, block->first, end);
+    int all_finite = 1;
     for (int64_t p = 0; p < block->num_panels; p++) {
         const pf_panel panel = get_panel(block, p);
         const pf_state part = panel_state(block, &state, &panel);
         for (int32_t vector = 0; vector < panel.num_vectors; vector++) {
-            context->kernels->unpack_rows(part.o, panel.num_vectors, vector, call->head_dim_v, s->rows, s->row_stride);
+            context->kernels->unpack_rows(part.o, panel.num_vectors, vector, context->call->head_dim_v, s->rows,
+                                          s->row_stride);
             for (int64_t w = 0; w < lanes && panel.first_row + vector * lanes + w < end; w++) {
                 const int64_t lane = vector * lanes + w, row = panel.first_row + lane;
-                const int finite = pf_finish_row(context, block->sequence, block->kv_head, row,
-                                                 (char *)s->rows + w * s->row_stride * context->elem_bytes,
-                                                 pf_real_at(context, part.m, lane), pf_real_at(context, part.l, lane));
-                if (block->num_rows > 1)
-                    s->not_finite[row - block->first] = !finite;
-                again |= !finite;
+                const double m = pf_real_at(context, part.m, lane), l = pf_real_at(context, part.l, lane);
+                char *o = (char *)s->rows + w * s->row_stride * context->elem_bytes;
+                const int finite =
+                    pf_finish_row(context, block->sequence, block->kv_head, row, o, m, l, block->value_factor);
+                s->retry[row - block->first] =
+                    finite ? 0.0
+                           : pf_retry_factor(context, block->sequence, block->kv_head, row, l, touched,
+                                             block->value_factor, s->value);
+                all_finite &= finite;
             }
         }
     }
-    if (!again || block->num_rows == 1)
-        return;
-    /* A value that one row of a tile may not see has weight 0 there, but 0 * NaN is NaN. Alone, a row
-     * touches no key that it does not see, and its bits are the same. Rows that see all that their
-     * block touched are what they are. */
-    const pf_span any = pf_rows_any(call, block->sequence, block->first, end);
-    for (int64_t r = 0; r < block->num_rows; r++) {
-        if (!s->not_finite[r])
-            continue;
-        const pf_span own = pf_row_span(call, block->sequence, block->first + r);
-        const pf_block alone = make_block(context, block->sequence, block->kv_head, block->first + r, 1);
-        if (own.lo != any.lo || own.hi != any.hi)
+    for (int64_t r = 0; !all_finite && r < block->num_rows; r++) {
+        const double factor = s->retry[r]; /* a retry of row 0 writes this place */
+        const pf_block alone = make_block(context, block->sequence, block->kv_head, block->first + r, 1, factor);
+        if (factor != 0.0)
             run_rows(context, s, &alone);
     }
 }
@@ -259,7 +268,7 @@ void pf_prefill_run(pf_context *context, char *base) {
          * first, which see the most keys under a causal mask. */
         const int64_t kv_head = item / num_blocks, first = (num_blocks - 1 - item % num_blocks) * context->plan.block_rows;
         const int64_t num_rows = pf_min(context->plan.block_rows, sequence.num_rows - first);
-        const pf_block block = make_block(context, &sequence, kv_head, first, num_rows);
+        const pf_block block = make_block(context, &sequence, kv_head, first, num_rows, 1.0);
         run_rows(context, &scratch, &block);
     }
 }
