@@ -8,7 +8,8 @@ PROMPT ?= What is the capital of France?
 ARGS ?=
 
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+# The warning that setuptools prints about every editable install, in a frame of stars, says nothing of use.
+PIP := PYTHONWARNINGS=ignore $(BIN)/python -m pip --disable-pip-version-check --quiet
 C_FILES := $(shell find c_src -name '*.[ch]' -o -name '*.def')
 C_FORMATTED := $(filter %.c %.h,$(C_FILES))
 

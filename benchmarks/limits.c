@@ -5,7 +5,8 @@
 typedef float vec __attribute__((vector_size(WIDTH)));
 typedef float loaded __attribute__((vector_size(WIDTH), aligned(4)));
 
-/* Twelve independent chains hide the latency of the unit (4-5 cycles, two units). Returns the
+/* Twelve independent chains hide the latency of the unit (4-5 cycles, two units). The factors are
+ * hidden from the compiler, which would otherwise multiply by 1 in no time. Returns the
  * floating-point operations done. */
 double peak_flops(long rounds, float *sink) {
     vec a[12], x, y;
@@ -14,16 +15,19 @@ double peak_flops(long rounds, float *sink) {
         x[k] = 1.0f;
         y[k] = 1e-9f;
     }
+    __asm__ volatile("" : "+x"(x), "+x"(y));
+#pragma GCC unroll 12
     for (int i = 0; i < 12; i++)
-        a[i] = x * (float)i;
+        a[i] = y;
     for (long r = 0; r < rounds; r++) {
 #pragma GCC unroll 12
-        for (int i = 0; i < 12; i++)
+        for (int i = 0; i < 12; i++) {
             a[i] = a[i] * x + y;
-        __asm__ volatile("" : "+x"(a[0]), "+x"(a[1]), "+x"(a[2]), "+x"(a[3]), "+x"(a[4]), "+x"(a[5]));
-        __asm__ volatile("" : "+x"(a[6]), "+x"(a[7]), "+x"(a[8]), "+x"(a[9]), "+x"(a[10]), "+x"(a[11]));
+            __asm__ volatile("" : "+x"(a[i]));
+        }
     }
     vec sum = a[0];
+#pragma GCC unroll 12
     for (int i = 1; i < 12; i++)
         sum += a[i];
     for (int k = 0; k < lanes; k++)

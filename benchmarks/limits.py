@@ -27,7 +27,7 @@ class Limits:
         folder = tempfile.mkdtemp()
         library = Path(folder, "limits.so")
         source = Path(__file__).with_name("limits.c")
-        command = [os.environ.get("CC", "cc"), "-O3", "-ffast-math", "-fPIC", "-shared", *FLAGS[isa]]
+        command = [os.environ.get("CC", "cc"), "-O3", "-ffp-contract=fast", "-fPIC", "-shared", *FLAGS[isa]]
         subprocess.run([*command, str(source), "-o", str(library)], check=True)
         self._library = ctypes.CDLL(str(library))
         self._library.peak_flops.restype = ctypes.c_double

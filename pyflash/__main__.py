@@ -86,13 +86,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _demo() -> int:
-    try:
-        from rich.console import Console
-    except ImportError:
-        raise pyflash.PyflashError(
-            "demo: rich is not installed: pip install 'pyflash-attention[demo]'"
-        ) from None
-    from pyflash._demo import run
+    from pyflash._demo import run  # says what to install where rich is missing: so it comes first
+
+    from rich.console import Console  # isort: skip
 
     return run(Console())
 

@@ -7,6 +7,10 @@
 /* Queries and outputs of one prefill block, which have to stay in the second-level cache. */
 enum { BLOCK_BYTES = 512 * 1024, MAX_PANELS = 16, ITEMS_PER_THREAD = 4 };
 
+/* Multiply-adds that are worth a thread: some 20 microseconds, ten times what a parallel region
+ * costs. Reading a key or value from memory counts as a few of them. */
+enum { WORK_PER_THREAD = 1 << 20, WORK_PER_ELEMENT = 4 };
+
 static int64_t clamp(int64_t x, int64_t lo, int64_t hi) {
     return pf_max(lo, pf_min(x, hi));
 }
@@ -22,9 +26,18 @@ static int64_t choose_panels(const pf_context *context, int64_t num_panels, int6
     return clamp(pf_min(fair, longest), 1, fit);
 }
 
+static int64_t work_of(const pf_attention_call *call, const pf_sequence *s) {
+    if (s->num_rows == 0)
+        return 0;
+    const pf_span seen = pf_visible_to_any(&s->mask, 0, s->num_queries - 1);
+    const int64_t elements = call->num_kv_heads * (seen.hi - seen.lo) * (call->head_dim + call->head_dim_v);
+    return elements * (s->num_rows + WORK_PER_ELEMENT);
+}
+
 static void choose_families(pf_context *context, int64_t *num_panels, int64_t *longest) {
     const pf_attention_call *call = context->call;
     pf_plan *plan = &context->plan;
+    int64_t work = 0;
     for (int64_t b = 0; b < call->batch; b++) {
         const pf_sequence s = pf_get_sequence(call, b);
         if (context->decode_start)
@@ -40,7 +53,10 @@ static void choose_families(pf_context *context, int64_t *num_panels, int64_t *l
         }
         if (s.num_rows > 0)
             plan->num_splits = pf_max(plan->num_splits, s.end_split - s.first_split);
+        work += work_of(call, &s);
     }
+    if (call->num_threads == 0) /* a number that was asked for is kept */
+        plan->num_threads = (int32_t)clamp(work / WORK_PER_THREAD, 1, plan->num_threads);
     if (context->decode_start)
         context->decode_start[call->batch] = plan->num_decode_items;
 }
