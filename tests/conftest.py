@@ -1,0 +1,92 @@
+"""The fixture `backend`: every test that takes it runs on every backend and instruction set there is.
+
+Which ones those are is a test of its own, in `test_backends`, that is skipped with the reason for each
+one that is missing: one skip a backend instead of thousands.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import os
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+
+import pyflash
+
+#: Test id -> what picks the backend in a call. A backend that is not here is not tested.
+BACKENDS: dict[str, dict[str, Any]] = {
+    "numpy": {"backend": "numpy"},
+    "c[scalar]": {"backend": "c", "isa": "scalar"},
+    "c[avx2]": {"backend": "c", "isa": "avx2"},
+    "c[avx512]": {"backend": "c", "isa": "avx512"},
+    "c[neon]": {"backend": "c", "isa": "neon"},
+    "cuda": {"backend": "cuda"},
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class TestedBackend:
+    """A backend under test: `kwargs` go to the public functions as they are."""
+
+    __test__ = False
+
+    id: str
+    kwargs: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        """The name that ``backend=`` takes."""
+        return self.kwargs["backend"]
+
+    @property
+    def has_threads(self) -> bool:
+        """Whether the backend takes ``num_threads=``."""
+        return self.name == "c"
+
+    @contextlib.contextmanager
+    def chosen(self) -> Iterator[str]:
+        """Choose backend and instruction set for functions that take no ``isa=``; the backend's name."""
+        isa = self.kwargs.get("isa")
+        with mock.patch.dict(os.environ, {"PYFLASH_ISA": isa} if isa else {}):
+            yield self.name
+
+    def missing(self) -> str | None:
+        """Why the backend cannot be tested here."""
+        return _missing(self.name, self.kwargs.get("isa"))
+
+
+@functools.cache
+def _missing(name: str, isa: str | None) -> str | None:
+    reason = pyflash.available_backends()[name]
+    if reason is None and isa is not None and isa not in pyflash.available_isas():
+        reason = f"instruction set {isa} is not available, only {', '.join(pyflash.available_isas())}"
+    return reason
+
+
+def available() -> list[TestedBackend]:
+    """Every backend and instruction set that can be tested here."""
+    backends = [TestedBackend(name, kwargs) for name, kwargs in BACKENDS.items()]
+    return [backend for backend in backends if backend.missing() is None]
+
+
+@pytest.fixture(params=available(), ids=lambda backend: backend.id)
+def backend(request: pytest.FixtureRequest) -> TestedBackend:
+    """Each backend and instruction set in turn."""
+    return request.param
+
+
+@pytest.fixture(params=[b for b in available() if b.name == "c"], ids=lambda backend: backend.id)
+def c_backend(request: pytest.FixtureRequest) -> TestedBackend:
+    """Each instruction set of the C backend in turn, for what only C has: threads, work space."""
+    return request.param
+
+
+@pytest.fixture(params=sorted({backend.name for backend in available()}))
+def any_isa(request: pytest.FixtureRequest) -> TestedBackend:
+    """Each backend in turn with its own choice of instruction set, for what does not depend on that."""
+    return TestedBackend(request.param, {"backend": request.param})

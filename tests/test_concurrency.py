@@ -1,0 +1,258 @@
+"""Threads, forks, other OpenMP runtimes in the process, and memory over thousands of calls."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from calls import DTYPE_NAMES, assert_same_bits, dense, numpy_dtype, paged, run
+from oracle import assert_matches
+
+import pyflash
+
+TESTS = Path(__file__).parent
+
+
+def fresh(code: str, backend, **environment: str) -> str:
+    """Run code in a fresh interpreter that knows this suite and `kwargs`; return what it prints."""
+    code = f"kwargs = {backend.kwargs!r}\n" + textwrap.dedent(code)
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path]), **environment}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=variables, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, f"status {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def mixed_calls() -> list:
+    """Calls of many shapes and types."""
+    calls = []
+    for i in range(16):
+        dtype = DTYPE_NAMES[i % 4]
+        call = dense(
+            i,
+            batch=1 + i % 3,
+            seqlen_q=(1, 40, 7, 90)[i // 4],
+            seqlen_kv=50 + 37 * i,
+            num_heads=4,
+            num_kv_heads=(4, 2, 1)[i % 3],
+            head_dim=8 + i,
+            dtype=dtype,
+            causal=i % 2 == 0,
+        )
+        calls.append(paged(call, 16) if i % 5 == 0 else call)
+    return calls
+
+
+FIRST_CALLS = """
+import threading
+import numpy as np
+import test_concurrency as suite, pyflash
+
+calls = suite.mixed_calls()
+barrier = threading.Barrier(len(calls))
+results = [None] * len(calls)
+
+def first_call(i):
+    call = calls[i]
+    barrier.wait()
+    function = getattr(pyflash, call.function)
+    results[i] = function(*call.arrays.values(), **call.options, return_lse=True, **kwargs)
+
+threads = [threading.Thread(target=first_call, args=(i,)) for i in range(len(calls))]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+for call, (out, lse) in zip(calls, results):
+    function = getattr(pyflash, call.function)
+    again = function(*call.arrays.values(), **call.options, return_lse=True, **kwargs)
+    suite.assert_same_bits((out, lse), again)
+    suite.assert_matches(out, lse, call)
+print("done")
+"""
+
+
+def test_first_calls_of_16_threads_at_once(any_isa):
+    """After cffi#271: a fresh process whose first calls all start at a barrier."""
+    assert fresh(FIRST_CALLS, any_isa) == "done\n"
+
+
+def test_many_threads_call_at_the_same_time(backend):
+    calls = mixed_calls()
+    want = [run(call, backend) for call in calls]
+    failures = []
+
+    def work(first: int) -> None:
+        try:
+            for i in range(len(calls)):
+                place = (first + i) % len(calls)
+                assert_same_bits(run(calls[place], backend), want[place], f"call {place}")
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(4 * i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures, failures[0]
+
+
+AFTER_FORK = """
+import os, traceback
+import test_concurrency as suite, pyflash
+
+call = suite.dense(7, batch=4, seqlen_q=150, seqlen_kv=150, num_heads=4, causal=True)
+
+def attention():
+    return pyflash.flash_attention(*call.arrays.values(), **call.options, **kwargs)
+
+def threads():
+    return pyflash.explain(*call.arrays.values(), **kwargs).num_threads
+
+def check():
+    suite.assert_same_bits(attention(), before)
+    assert threads() == 1
+
+def in_child(work):
+    child = os.fork()
+    if child:
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        return
+    try:
+        work()
+    except BaseException:
+        traceback.print_exc()
+        os._exit(3)
+    os._exit(0)
+
+def child():
+    check()
+    in_child(check)
+    check()
+
+before, usual = attention(), threads()
+in_child(child)
+assert threads() == usual
+suite.assert_same_bits(attention(), before)
+print("done")
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+@pytest.mark.parametrize("threads", ["1", "4"])
+def test_a_child_of_a_fork_runs_serial_and_right(any_isa, threads):
+    """A child, and a child of that child, after the parent has used its threads."""
+    assert fresh(AFTER_FORK, any_isa, OMP_NUM_THREADS=threads) == "done\n"
+
+
+BESIDE = """
+import sys
+{first}
+{second}
+import numpy as np
+import test_concurrency as suite
+from threadpoolctl import threadpool_info
+
+call = suite.dense(8, batch=2, seqlen_q=130, seqlen_kv=130, num_heads=4, head_dim=32)
+here = pyflash.flash_attention(*call.arrays.values(), **kwargs)
+x = [torch.from_numpy(array).transpose(1, 2) for array in call.arrays.values()]
+attention = torch.nn.functional.scaled_dot_product_attention
+there = attention(*x).transpose(1, 2).numpy()
+np.testing.assert_allclose(here, there, atol=3e-6)
+suite.assert_same_bits(pyflash.flash_attention(*call.arrays.values(), **kwargs), here)
+np.testing.assert_allclose(attention(*x).transpose(1, 2).numpy(), there)
+runtimes = {{entry["filepath"] for entry in threadpool_info() if entry["user_api"] == "openmp"}}
+assert len(runtimes) <= 2, runtimes
+print("done")
+"""
+
+
+@pytest.mark.parametrize("first", ["torch", "pyflash"])
+def test_beside_torch(any_isa, first):
+    """After faiss-wheels#40: two packages with OpenMP runtimes of their own, in both orders of import."""
+    for name in ("torch", "threadpoolctl"):
+        if importlib.util.find_spec(name) is None:
+            pytest.skip(f"{name} is not installed")
+    second = "pyflash" if first == "torch" else "torch"
+    code = BESIDE.format(first=f"import {first}", second=f"import {second}")
+    assert fresh(code, any_isa) == "done\n"
+
+
+MEMORY = """
+import gc, os, resource
+import numpy as np, pyflash
+
+def resident():
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * resource.getpagesize()
+
+def same_shape(count):
+    q, k = np.ones((1, 2, 4, 16), "f4"), np.ones((1, 100, 2, 16), "f4")
+    for _ in range(count):
+        pyflash.flash_attention(q, k, k, return_lse=True, **kwargs)
+
+def new_shapes(count, start):
+    for i in range(start, start + count):
+        q = np.ones((1, 1 + i % 40, 2, 8), "f4")
+        k = np.ones((1, 50 + i, 2, 8), "f4")
+        pyflash.flash_attention(q, k, k, causal=True, scale=i / 7, **kwargs)
+
+def growth(work, *arguments):
+    gc.collect()
+    before = resident()
+    work(*arguments)
+    gc.collect()
+    return resident() - before
+
+{warm_up}
+files = len(os.listdir("/proc/self/fd"))
+print(growth(same_shape, {same}), growth(new_shapes, {new}, 300), len(os.listdir("/proc/self/fd")) - files)
+"""
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="needs /proc/self/statm")
+def test_memory_is_flat_over_many_calls(any_isa):
+    """After keops#342: 2,000 calls of one shape, 200 of new shapes; resident memory and open files."""
+    same, new = (2000, 200) if any_isa.name != "numpy" else (200, 60)
+    code = MEMORY.format(warm_up="same_shape(200); new_shapes(100, 100)", same=same, new=new)
+    same_growth, new_growth, files = map(int, fresh(code, any_isa).split())
+    assert same_growth <= 1 << 20 and new_growth <= 2 << 20 and files == 0, (same_growth, new_growth, files)
+
+
+@pytest.mark.parametrize("num_threads", [2, 4, 64])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_fewer_items_than_threads(c_backend, dtype, num_threads):
+    """After picolm#3: one valid key of a long half-precision cache, more threads than work."""
+    cache = np.full((1, 2048, 4, 64), np.nan, numpy_dtype(dtype))
+    cache[:, 0] = dense(9, batch=1, seqlen_kv=1, num_heads=4, head_dim=64, dtype=dtype).arrays["k"][:, 0]
+    call = dense(10, batch=1, seqlen_q=1, seqlen_kv=1, num_heads=32, num_kv_heads=4, head_dim=64, dtype=dtype)
+    call = call.of(k=cache, v=cache).but(seq_lens=np.array([1]))
+    want = run(call, c_backend, num_threads=1)
+    assert_matches(*want, call)
+    for _ in range(20):
+        assert_same_bits(run(call, c_backend, num_threads=num_threads), want)
+
+
+def test_the_interpreter_runs_on_during_a_call(c_backend):
+    """Kernels hold no lock of the interpreter: another thread makes progress during one long call."""
+    call = dense(11, batch=1, seqlen_q=1500, seqlen_kv=1500, num_heads=4, head_dim=64)
+    done = threading.Event()
+
+    def work() -> None:
+        pyflash.flash_attention(*call.arrays.values(), num_threads=1, **c_backend.kwargs)
+        done.set()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    steps = 0
+    while not done.wait(timeout=0.001):
+        steps += 1
+    thread.join()
+    assert steps >= 2
