@@ -305,7 +305,7 @@ def merge_states(
         Outputs of the parts (without sinks), stacked on axis 0; the axes behind it as `layout`
         says, without batch or heads where the parts lack them.
     lse : (num_parts, batch, num_heads, seqlen) ndarray
-        Their log-sum-exp: float64 beside float64 parts, else float32. -inf is an empty part.
+        Their log-sum-exp, float32 or float64. -inf is an empty part.
     layout : {"bshd", "bhsd"}, default "bshd"
         Order of the axes of the parts.
     sinks : (num_heads,) ndarray, optional

@@ -29,7 +29,7 @@ class MergeCall(NamedTuple):
 def merge(out: Any, lse: Any, *, layout: str = "bshd", sinks: Any = None, out_dtype: Any = None) -> MergeCall:
     """Check the parts of a merge and provide its result arrays."""
     _checks.choice("layout", layout, ("bshd", "bhsd"))
-    out, dtype = _checks.float_array("out", out, _PART_AXES)
+    out, _ = _checks.float_array("out", out, _PART_AXES)
     if out.shape[0] == 0:
         raise invalid("out", "0 parts", "at least 1 part on axis 0")
     missing = {5: (), 4: (1,), 3: (1, 3)}[out.ndim]
@@ -39,8 +39,8 @@ def merge(out: Any, lse: Any, *, layout: str = "bshd", sinks: Any = None, out_dt
     lse, lse_dtype = _checks.float_array("lse", lse, {len(shape): str(shape)})
     if lse.shape != shape:
         raise invalid("lse", f"shape {lse.shape}", f"shape {shape}, one number per row of out")
-    if lse_dtype.name != dtype.compute:
-        raise invalid("lse", f"dtype {lse_dtype.name}", f"{dtype.compute}, the type of lse beside {dtype.name} parts")
+    if lse_dtype.name not in ("float32", "float64"):
+        raise invalid("lse", f"dtype {lse_dtype.name}", "float32 or float64")
     if sinks is not None:
         sinks, _ = _checks.float_array("sinks", sinks, {1: "(num_heads,)"})
         if sinks.shape != (num_heads,):
@@ -105,6 +105,9 @@ def append(
 def _check_append_shapes(k: Array, v: Array, k_cache: Array, v_cache: Array) -> None:
     if v.shape[:-1] != k.shape[:-1]:
         raise invalid("v", f"shape {v.shape}", f"shape {k.shape[:-1]} + (head_dim_v,), as k")
+    for name, x, other in (("v", v, k), ("v_cache", v_cache, k_cache)):
+        if x.dtype != other.dtype:
+            raise invalid(name, f"dtype {x.dtype}", f"{other.dtype}, the dtype of {name.replace('v', 'k', 1)}")
     for name, cache, tokens in (("k_cache", k_cache, k), ("v_cache", v_cache, v)):
         if cache.shape[2:] != tokens.shape[-2:]:
             found = f"{cache.shape[2]} heads of width {cache.shape[3]}"

@@ -42,7 +42,7 @@ MERGE = {
     "integer lse": (parts(lse=PART_LSE.astype("i8")), f"lse: found dtype int64, expected {TYPES}"),
     "half lse": (
         parts(lse=PART_LSE.astype(F2)),
-        "lse: found dtype float16, expected float32, the type of lse beside float32 parts",
+        "lse: found dtype float16, expected float32 or float64",
     ),
     "layout": (parts(layout="thd"), "layout: found 'thd' (str), expected one of 'bshd', 'bhsd'"),
     "sinks of another shape": (

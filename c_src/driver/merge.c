@@ -1,5 +1,5 @@
 /* Merging partial results: each part (out, lse) is the state (m = lse, l = 1, o = out), and the
- * parts go through the same tree as the splits of a call. */
+ * parts go through the same tree as the splits of a call, in the wider of their two types. */
 #include "driver.h"
 #include "entry.h"
 
@@ -20,12 +20,12 @@ static void merge_one(const void *owner, pf_state into, pf_state from) {
                                  merger->call->head_dim, 1, PF_LOG2_E);
 }
 
-static double get_real(const void *x, int64_t wide) {
-    return wide == 8 ? *(const double *)x : (double)*(const float *)x;
+static double get_real(const void *x, int64_t elem_bytes) {
+    return elem_bytes == 8 ? *(const double *)x : (double)*(const float *)x;
 }
 
-static void set_real(void *x, int64_t wide, double value) {
-    if (wide == 8)
+static void set_real(void *x, int64_t elem_bytes, double value) {
+    if (elem_bytes == 8)
         *(double *)x = value;
     else
         *(float *)x = (float)value;
@@ -40,8 +40,8 @@ static void merge_row(const pf_merger *merger, pf_tree *tree, int64_t b, int64_t
     const pf_merge_call *call = merger->call;
     for (int64_t part = 0; part < call->num_parts; part++) {
         const pf_state state = pf_tree_next(tree);
-        const double lse =
-            get_real(element(&call->part_lse, b, token, head, part * call->part_lse_stride_part), merger->elem_bytes);
+        const double lse = get_real(element(&call->part_lse, b, token, head, part * call->part_lse_stride_part),
+                                    pf_dtype_size(call->part_lse.dtype));
         merger->kernels->state_reset(state.m, state.l, 1, state.o, call->head_dim);
         if (lse != -(double)INFINITY) { /* an empty part stays the neutral state */
             set_real(state.m, merger->elem_bytes, lse);
@@ -65,11 +65,12 @@ static void merge_row(const pf_merger *merger, pf_tree *tree, int64_t b, int64_t
     merger->kernels->state_scale(state.o, call->head_dim, factor);
     merger->kernels->store_row(element(&call->out, b, token, head, 0), call->out.stride_dim, state.o, call->head_dim,
                                call->out.dtype);
-    set_real(element(&call->lse, b, token, head, 0), merger->elem_bytes, l == 0 ? -(double)INFINITY : m + log(l));
+    set_real(element(&call->lse, b, token, head, 0), pf_dtype_size(call->lse.dtype),
+             l == 0 ? -(double)INFINITY : m + log(l));
 }
 
 int pf_driver_merge(const pf_merge_call *call) {
-    const int wide = call->part_lse.dtype == PF_F64;
+    const int wide = call->part_lse.dtype == PF_F64 || call->parts.dtype == PF_F64;
     const pf_merger merger = {call, pf_kernels(call->isa, wide), wide ? 8 : 4};
     pf_tree tree = {.shape = {1, call->head_dim, merger.elem_bytes}, .merge = merge_one, .owner = &merger};
     char *memory = malloc((size_t)(pf_tree_nodes(call->num_parts) * pf_state_bytes(&tree.shape)));

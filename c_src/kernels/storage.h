@@ -36,9 +36,19 @@ PF_INLINE void f32_store_as(void *x, int64_t i, f32_vec v, const int32_t dtype) 
     }
 }
 
+/* Narrow elements meet float64 only where states of both are merged. */
 PF_INLINE f64_vec f64_load_as(const void *x, int64_t i, const int32_t dtype) {
-    (void)dtype; /* only float64 is computed in float64 */
-    return f64_load((const double *)x + i);
+    if (dtype == PF_F64)
+        return f64_load((const double *)x + i);
+    const int64_t size = pf_dtype_size(dtype);
+    char bytes[f32_LANES * 4] = {0};
+    __builtin_memcpy(bytes, (const char *)x + i * size, (size_t)(f64_LANES * size));
+    float narrow[f32_LANES];
+    f32_store(narrow, f32_load_as(bytes, 0, dtype));
+    double wide[f64_LANES];
+    for (int k = 0; k < f64_LANES; k++)
+        wide[k] = narrow[k];
+    return f64_load(wide);
 }
 
 /* Narrow outputs of a float64 computation round once: to float32 with the last bit set wherever
