@@ -105,15 +105,15 @@ def append(
 def _check_append_shapes(k: Array, v: Array, k_cache: Array, v_cache: Array) -> None:
     if v.shape[:-1] != k.shape[:-1]:
         raise invalid("v", f"shape {v.shape}", f"shape {k.shape[:-1]} + (head_dim_v,), as k")
-    for name, x, other in (("v", v, k), ("v_cache", v_cache, k_cache)):
-        if x.dtype != other.dtype:
-            raise invalid(name, f"dtype {x.dtype}", f"{other.dtype}, the dtype of {name.replace('v', 'k', 1)}")
     for name, cache, tokens in (("k_cache", k_cache, k), ("v_cache", v_cache, v)):
         if cache.shape[2:] != tokens.shape[-2:]:
             found = f"{cache.shape[2]} heads of width {cache.shape[3]}"
             raise invalid(name, found, f"{tokens.shape[-2]} heads of width {tokens.shape[-1]}, as {name[0]}")
         if (cache.dtype == np.float64) != (tokens.dtype == np.float64):
             raise invalid(name, f"dtype {cache.dtype} beside {tokens.dtype} tokens", "float64 on both sides or on none")
+    for name, x, other in (("v", v, k), ("v_cache", v_cache, k_cache)):
+        if x.dtype != other.dtype:
+            raise invalid(name, f"dtype {x.dtype}", f"{other.dtype}, the dtype of {name.replace('v', 'k', 1)}")
     if v_cache.shape[:2] != k_cache.shape[:2]:
         raise invalid("v_cache", f"(num_pages, page_size) = {v_cache.shape[:2]}", f"{k_cache.shape[:2]}, as k_cache")
     if k_cache.shape[1] == 0:
