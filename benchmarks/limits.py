@@ -6,6 +6,7 @@ import ctypes
 import os
 import subprocess
 import tempfile
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -36,7 +37,7 @@ class Limits:
         self._library.read_bytes.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
         self._buffer = np.ones(2**26, np.float32)  # 256 MB, far beyond any cache here
 
-    def flops(self, num_threads: int, rounds: int = 6_000_000) -> float:
+    def flops(self, num_threads: int, rounds: int = 20_000_000) -> float:
         """Return float32 operations per second, a fused multiply-add being two."""
 
         def one(thread: int) -> float:
@@ -58,11 +59,17 @@ class Limits:
 
     @staticmethod
     def _rate(work, num_threads: int, repeats: int) -> float:
-        """Return the best rate of a few rounds: a limit is what nothing disturbed."""
-        best = 0.0
+        """Return the best rate of a few rounds: a limit is what nothing disturbed.
+
+        Every thread times its own work, so that a late start does not count; all start together.
+        """
+        barrier = threading.Barrier(num_threads)
+
+        def timed(thread: int) -> float:
+            barrier.wait()
+            start = time.perf_counter()
+            done = work(thread)
+            return done / (time.perf_counter() - start)
+
         with ThreadPoolExecutor(num_threads) as pool:
-            for _ in range(repeats):
-                start = time.perf_counter()
-                done = sum(pool.map(work, range(num_threads)))
-                best = max(best, done / (time.perf_counter() - start))
-        return best
+            return max(sum(pool.map(timed, range(num_threads))) for _ in range(repeats))

@@ -253,8 +253,8 @@ def dtype_named(value: Any) -> np.dtype[Any]:
             dtype = _dtypes.numpy_dtype(value)
         elif not isinstance(value, np.ndarray):
             dtype = np.dtype(value)
-    except TypeError:
-        pass  # not a type; refused below
+    except (TypeError, ValueError, SyntaxError):
+        pass  # not a type, or what NumPy takes for the text of one; refused below
     except ImportError:
         raise invalid("out_dtype", "'bfloat16' without the package ml_dtypes", "ml_dtypes installed") from None
     if dtype is None or _dtypes.lookup(dtype) is None:

@@ -97,7 +97,7 @@ APPEND = {
         "v_cache: found (num_pages, page_size) = (5, 4), expected (6, 4), as k_cache",
     ),
     "float64 cache": (
-        new_tokens(k_cache=np.zeros((6, 4, 2, 8))),
+        new_tokens(k_cache=np.zeros((6, 4, 2, 8)), v_cache=np.zeros((6, 4, 2, 6))),
         "k_cache: found dtype float64 beside float32 tokens, expected float64 on both sides or on none",
     ),
     "v of another type": (
