@@ -59,7 +59,9 @@ def torch_call(w: Workload, q: np.ndarray, k: np.ndarray, v: np.ndarray, threads
     if w.seqlen_q == 1 and group > 1:
         q = q.reshape(w.batch, w.num_kv_heads, group, w.head_dim)
     tensors = [
-        torch.from_numpy(x.view(np.uint16)).view(torch.bfloat16) if w.dtype == "bfloat16" else torch.from_numpy(x)
+        torch.from_numpy(x.view(np.uint16)).view(torch.bfloat16)
+        if w.dtype == "bfloat16"
+        else torch.from_numpy(x)
         for x in (q, k, v)
     ]
 
@@ -134,8 +136,12 @@ def table(result: dict) -> str:
 
 def machine() -> dict:
     """Return what a reader needs to know about where the numbers come from."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-    dirty = subprocess.run(["git", "status", "--porcelain", "-uno"], capture_output=True, text=True).stdout.strip()
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True
+    ).stdout.strip()
+    dirty = subprocess.run(
+        ["git", "status", "--porcelain", "-uno"], capture_output=True, text=True
+    ).stdout.strip()
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
         "commit": commit + ("+changes" if dirty else ""),
@@ -147,8 +153,10 @@ def machine() -> dict:
 
 def main() -> None:
     """Parse arguments, run, print the table and write the JSON file."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--isa", default=pyflash.available_isas()[-1], choices=[i for i in FLAGS])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--isa", default=pyflash.available_isas()[-1], choices=list(FLAGS))
     parser.add_argument("--threads", type=int, default=len(CPUS))
     parser.add_argument("--only", default="", help="workloads whose name contains this")
     parser.add_argument("--seconds", type=float, default=3.0, help="time per workload")

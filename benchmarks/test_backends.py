@@ -1,4 +1,4 @@
-"""The backends side by side under pytest-benchmark: ``pytest benchmarks --benchmark-group-by=param:workload``."""
+"""The backends side by side: ``pytest benchmarks --benchmark-group-by=param:workload``."""
 
 from __future__ import annotations
 

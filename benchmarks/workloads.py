@@ -49,7 +49,9 @@ class Workload(NamedTuple):
 def _prefill(b: int, h: int, n: int, d: int, dtype: str = "float32") -> list[Workload]:
     suffix = "" if dtype == "float32" else f"-{dtype}"
     return [
-        Workload(f"prefill-{b}x{h}x{n}x{d}{'-causal' if causal else ''}{suffix}", b, h, h, n, n, d, causal, dtype)
+        Workload(
+            f"prefill-{b}x{h}x{n}x{d}{'-causal' if causal else ''}{suffix}", b, h, h, n, n, d, causal, dtype
+        )
         for causal in (False, True)
     ]
 
@@ -67,5 +69,9 @@ WORKLOADS = [
     *_prefill(1, 8, 4096, 128),
     *_prefill(1, 8, 4096, 128, "bfloat16"),
     *_prefill(1, 8, 4096, 128, "float16"),
-    *(_decode(b, n, dtype) for dtype in ("float32", "bfloat16", "float16") for b, n in ((1, 32768), (8, 4096))),
+    *(
+        _decode(b, n, dtype)
+        for dtype in ("float32", "bfloat16", "float16")
+        for b, n in ((1, 32768), (8, 4096))
+    ),
 ]

@@ -19,7 +19,14 @@ def _run(call: _args.Call, backend: _backends.Backend) -> Result:
 
 @attention_options("``(batch, num_heads, seqlen_q)``, without the axes that `out` lacks")
 def flash_attention(
-    q: Array, k: Array, v: Array, *, seq_lens: Array | None = None, layout: str = "bshd", backend: str | None = None, **options: Any
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    seq_lens: Array | None = None,
+    layout: str = "bshd",
+    backend: str | None = None,
+    **options: Any,
 ) -> Result:
     """Exact attention ``softmax(scale * q k^T) v`` without the score matrix.
 
@@ -71,12 +78,21 @@ def flash_attention(
     (1, 4, 2, 8)
     """
     chosen = _backends.resolve(backend)
-    return _run(_args.dense(q, k, v, backend=chosen.name, layout=layout, seq_lens=seq_lens, **options), chosen)
+    return _run(
+        _args.dense(q, k, v, backend=chosen.name, layout=layout, seq_lens=seq_lens, **options), chosen
+    )
 
 
 @attention_options("``(batch, num_heads, seqlen_q)``, without the axes that `out` lacks")
 def naive_attention(
-    q: Array, k: Array, v: Array, *, seq_lens: Array | None = None, layout: str = "bshd", backend: str | None = None, **options: Any
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    seq_lens: Array | None = None,
+    layout: str = "bshd",
+    backend: str | None = None,
+    **options: Any,
 ) -> Result:
     """Textbook attention that materialises the score matrix: the definition, and the oracle.
 
@@ -110,7 +126,14 @@ def naive_attention(
 
 @attention_options("``(num_heads, total_q)``")
 def flash_attention_varlen(
-    q: Array, k: Array, v: Array, cu_seqlens_q: Array, cu_seqlens_kv: Array, *, backend: str | None = None, **options: Any
+    q: Array,
+    k: Array,
+    v: Array,
+    cu_seqlens_q: Array,
+    cu_seqlens_kv: Array,
+    *,
+    backend: str | None = None,
+    **options: Any,
 ) -> Result:
     """Attention of sequences of different lengths, packed one behind the other.
 
@@ -155,6 +178,7 @@ def paged_attention(
     seq_lens: Array,
     *,
     cu_seqlens_q: Array | None = None,
+    layout: str = "bshd",
     cache_layout: str = "nhd",
     backend: str | None = None,
     **options: Any,
@@ -178,6 +202,8 @@ def paged_attention(
         Valid keys of each sequence, its queries' own keys included.
     cu_seqlens_q : (batch + 1,) int32 or int64 ndarray, optional
         Prefix sums of packed queries.
+    layout : {"bshd", "bhsd"}, default "bshd"
+        Order of the axes of a `q` with four of them, and of `out`.
     cache_layout : {"nhd", "hnd"}, default "nhd"
         With "hnd" the pools are ``(num_pages, num_kv_heads, page_size, head_dim)``.
     {parameters}
@@ -208,6 +234,7 @@ def paged_attention(
         seq_lens,
         backend=chosen.name,
         cu_seqlens_q=cu_seqlens_q,
+        layout=layout,
         cache_layout=cache_layout,
         **options,
     )
@@ -280,7 +307,9 @@ def explain(
     chosen = _backends.resolve(backend)
     if block_table is not None:
         seq_lens = options.pop("seq_lens", None)
-        call = _args.paged(q, k, v, block_table, seq_lens, backend=chosen.name, cu_seqlens_q=cu_seqlens_q, **options)
+        call = _args.paged(
+            q, k, v, block_table, seq_lens, backend=chosen.name, cu_seqlens_q=cu_seqlens_q, **options
+        )
     elif cu_seqlens_kv is not None:
         call = _args.varlen(q, k, v, cu_seqlens_q, cu_seqlens_kv, backend=chosen.name, **options)
     else:

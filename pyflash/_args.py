@@ -78,7 +78,9 @@ def cache_view(cache: Array, cache_layout: str) -> Array:
     return cache if cache_layout == "nhd" else cache.swapaxes(1, 2)
 
 
-def dense(q: Any, k: Any, v: Any, *, backend: str, layout: str = "bshd", seq_lens: Any = None, **options: Any) -> Call:
+def dense(
+    q: Any, k: Any, v: Any, *, backend: str, layout: str = "bshd", seq_lens: Any = None, **options: Any
+) -> Call:
     """Check a call with dense queries and keys."""
     _checks.choice("layout", layout, ("bshd", "bhsd"))
     axes = _LAYOUT_AXES[layout]
@@ -90,7 +92,9 @@ def dense(q: Any, k: Any, v: Any, *, backend: str, layout: str = "bshd", seq_len
     if keys.shape[0] != queries.shape[0]:
         raise invalid("k", f"batch {keys.shape[0]}", f"batch {queries.shape[0]}, that of q")
     if seq_lens is not None:
-        seq_lens = _checks.index_array("seq_lens", seq_lens, (queries.shape[0],), f"(batch,) = ({queries.shape[0]},)")
+        seq_lens = _checks.index_array(
+            "seq_lens", seq_lens, (queries.shape[0],), f"(batch,) = ({queries.shape[0]},)"
+        )
         _checks.index_range("seq_lens", seq_lens, 0, keys.shape[1], "valid keys of the cache")
     return _call(q, queries, keys, values, layout, backend, {"seq_lens": seq_lens}, options)
 
@@ -116,12 +120,18 @@ def paged(
     *,
     backend: str,
     cu_seqlens_q: Any = None,
+    layout: str = "bshd",
     cache_layout: str = "nhd",
     **options: Any,
 ) -> Call:
     """Check a call whose keys lie in pages behind a block table."""
+    _checks.choice("layout", layout, ("bshd", "bhsd"))
     _checks.choice("cache_layout", cache_layout, ("nhd", "hnd"))
-    axes = _PACKED_AXES if cu_seqlens_q is not None else {3: "(batch, heads, head_dim)", 4: _LAYOUT_AXES["bshd"][4]}
+    axes = (
+        _PACKED_AXES
+        if cu_seqlens_q is not None
+        else {3: "(batch, heads, head_dim)", 4: _LAYOUT_AXES[layout][4]}
+    )
     q = _checks.float_array("q", q, axes)[0]
     cache_axes = CACHE_AXES[cache_layout]
     pages = [
@@ -135,14 +145,21 @@ def paged(
     if cu_seqlens_q is not None:
         cu_seqlens_q = _checks.prefix_sums("cu_seqlens_q", cu_seqlens_q, None, q.shape[0])
         batch = cu_seqlens_q.shape[0] - 1
-    block_table = _checks.index_array("block_table", block_table, (batch, None), f"(batch, max_pages) = ({batch}, ...)")
+    block_table = _checks.index_array(
+        "block_table", block_table, (batch, None), f"(batch, max_pages) = ({batch}, ...)"
+    )
     seq_lens = _checks.index_array("seq_lens", seq_lens, (batch,), f"(batch,) = ({batch},)")
-    _checks.index_range("seq_lens", seq_lens, 0, block_table.shape[1] * page_size, "what the block table can hold")
+    _checks.index_range(
+        "seq_lens", seq_lens, 0, block_table.shape[1] * page_size, "what the block table can hold"
+    )
     check_table(block_table, -(-seq_lens // page_size), num_pages)
     index = {"cu_seqlens_q": cu_seqlens_q, "block_table": block_table, "seq_lens": seq_lens}
-    layout, queries = "packed", q[None]
-    if cu_seqlens_q is None:
-        layout, queries = ("token", q[:, None]) if q.ndim == 3 else ("bshd", q)
+    if cu_seqlens_q is not None:
+        layout, queries = "packed", q[None]
+    elif q.ndim == 3:
+        layout, queries = "token", q[:, None]
+    else:
+        queries = canonical(q, layout)
     return _call(q, queries, pages[0], pages[1], layout, backend, index, options)
 
 
@@ -160,7 +177,14 @@ def check_table(block_table: Array, pages_used: Array, num_pages: int) -> None:
 
 
 def _call(
-    q: Array, queries: Array, keys: Array, values: Array, layout: str, backend: str, index: dict[str, Any], given: dict[str, Any]
+    q: Array,
+    queries: Array,
+    keys: Array,
+    values: Array,
+    layout: str,
+    backend: str,
+    index: dict[str, Any],
+    given: dict[str, Any],
 ) -> Call:
     """Check what all addresses of keys share, provide the outputs, and freeze the description."""
     unknown = given.keys() - DEFAULTS.keys()
@@ -195,7 +219,9 @@ def _call(
         family=_checks.choice("family", options["family"], (None, "prefill", "decode")),
         isa=_isa(options["isa"]),
         num_threads=_positive("num_threads", options["num_threads"]),
-        workspace=_workspace(options["workspace"], {"q": queries, names[0]: keys, names[1]: values, "out": out}),
+        workspace=_workspace(
+            options["workspace"], {"q": queries, names[0]: keys, names[1]: values, "out": out}
+        ),
     )
     if backend == "numpy":
         for name in ("isa", "num_threads", "workspace"):
@@ -210,7 +236,9 @@ def _check_types(queries: Array, keys: Array, values: Array, names: tuple[str, s
     if stored_v is not stored:
         raise invalid(names[1], f"dtype {stored_v.name}", f"{stored.name}, the dtype of {names[0]}")
     if (dtype.name == "float64") != (stored.name == "float64"):
-        expected = "float64 beside a float64 q" if dtype.name == "float64" else f"no float64 beside a {dtype.name} q"
+        expected = (
+            "float64 beside a float64 q" if dtype.name == "float64" else f"no float64 beside a {dtype.name} q"
+        )
         raise invalid(names[0], f"dtype {stored.name}", expected)
     return dtype
 
@@ -222,14 +250,24 @@ def _check_shapes(queries: Array, keys: Array, values: Array, names: tuple[str, 
     if keys.shape[3] != queries.shape[3]:
         raise invalid(names[0], f"head_dim {keys.shape[3]}", f"head_dim {queries.shape[3]}, that of q")
     if values.shape[:3] != keys.shape[:3]:
-        raise invalid(names[1], f"shape {values.shape}", f"shape {keys.shape[:3]} + (head_dim_v,), as {names[0]}")
+        raise invalid(
+            names[1], f"shape {values.shape}", f"shape {keys.shape[:3]} + (head_dim_v,), as {names[0]}"
+        )
     num_heads, num_kv_heads = queries.shape[2], keys.shape[2]
     if num_heads % num_kv_heads if num_kv_heads else num_heads:
         raise invalid(names[0], f"{num_kv_heads} heads", f"a divisor of the {num_heads} heads of q")
 
 
 def _provide_out(
-    q: Array, queries: Array, keys: Array, values: Array, layout: str, dtype: _dtypes.DType, out: Any, out_dtype: Any, names: tuple[str, str]
+    q: Array,
+    queries: Array,
+    keys: Array,
+    values: Array,
+    layout: str,
+    dtype: _dtypes.DType,
+    out: Any,
+    out_dtype: Any,
+    names: tuple[str, str],
 ) -> Array:
     """Return the caller's `out`, checked, or a new array in the caller's layout."""
     shape = (*q.shape[:-1], values.shape[3])
@@ -256,7 +294,9 @@ def dtype_named(value: Any) -> np.dtype[Any]:
     except (TypeError, ValueError, SyntaxError):
         pass  # not a type, or what NumPy takes for the text of one; refused below
     except ImportError:
-        raise invalid("out_dtype", "'bfloat16' without the package ml_dtypes", "ml_dtypes installed") from None
+        raise invalid(
+            "out_dtype", "'bfloat16' without the package ml_dtypes", "ml_dtypes installed"
+        ) from None
     if dtype is None or _dtypes.lookup(dtype) is None:
         raise invalid("out_dtype", _checks.describe(value), f"one of {_dtypes.NAMES}")
     return dtype
@@ -287,7 +327,9 @@ def _alignment(causal: Any, q_offset: Any, batch: int) -> tuple[bool, Array | No
         raise invalid("causal", _checks.describe(causal), "False, True or 'top_left'")
     if isinstance(causal, str):
         if q_offset is not None:
-            raise invalid("q_offset", _checks.describe(q_offset), "None beside causal='top_left', which is q_offset=0")
+            raise invalid(
+                "q_offset", _checks.describe(q_offset), "None beside causal='top_left', which is q_offset=0"
+            )
         return True, np.zeros(batch, np.int64)
     if q_offset is None:
         return bool(causal), None
@@ -304,10 +346,13 @@ def _window(window: Any) -> tuple[int, int]:
     if window is None:
         return UNLIMITED, UNLIMITED
     if not isinstance(window, (tuple, list)) or len(window) != 2:
-        expected = "a pair (left, right), both inclusive: a single number would not say whether the query counts"
+        expected = (
+            "a pair (left, right), both inclusive: a single number would not say whether the query counts"
+        )
         raise invalid("window", _checks.describe(window), expected)
     left, right = (
-        UNLIMITED if side is None else _checks.integer(f"window[{i}]", side, UNLIMITED) for i, side in enumerate(window)
+        UNLIMITED if side is None else _checks.integer(f"window[{i}]", side, UNLIMITED)
+        for i, side in enumerate(window)
     )
     return min(left, MAX_POSITION), min(right, MAX_POSITION)
 
@@ -322,7 +367,9 @@ def _positive(name: str, value: Any) -> int | None:
 
 def _isa(isa: Any) -> str | None:
     if isa is not None and not isinstance(isa, str):
-        raise invalid("isa", _checks.describe(isa), "the name of an instruction set (pyflash.available_isas())")
+        raise invalid(
+            "isa", _checks.describe(isa), "the name of an instruction set (pyflash.available_isas())"
+        )
     return isa
 
 

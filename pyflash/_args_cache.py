@@ -35,7 +35,11 @@ def merge(out: Any, lse: Any, *, layout: str = "bshd", sinks: Any = None, out_dt
     missing = {5: (), 4: (1,), 3: (1, 3)}[out.ndim]
     parts = np.expand_dims(out.swapaxes(-3, -2) if layout == "bhsd" and out.ndim > 3 else out, missing)
     num_parts, batch, seqlen, num_heads, _ = parts.shape
-    shape = {5: (num_parts, batch, num_heads, seqlen), 4: (num_parts, num_heads, seqlen), 3: (num_parts, seqlen)}[out.ndim]
+    shape = {
+        5: (num_parts, batch, num_heads, seqlen),
+        4: (num_parts, num_heads, seqlen),
+        3: (num_parts, seqlen),
+    }[out.ndim]
     lse, lse_dtype = _checks.float_array("lse", lse, {len(shape): str(shape)})
     if lse.shape != shape:
         raise invalid("lse", f"shape {lse.shape}", f"shape {shape}, one number per row of out")
@@ -85,14 +89,18 @@ def append(
     _checks.writable_output("v_cache", caches[1], {**inputs, "k_cache": caches[0]})
     if (slots is None) == (seq_lens is None):
         found = "neither" if slots is None else "both"
-        raise invalid("slots", f"{found} of slots and seq_lens", "either slots, or seq_lens (and a block_table)")
+        raise invalid(
+            "slots", f"{found} of slots and seq_lens", "either slots, or seq_lens (and a block_table)"
+        )
     num_slots = caches[0].shape[0] * caches[0].shape[1]
     if slots is not None:
         for name, other in (("block_table", block_table), ("cu_seqlens", cu_seqlens)):
             if other is not None:
                 raise invalid(name, _checks.describe(other), "None beside slots, which say every place")
         slots = _checks.index_array("slots", slots, k.shape[:-2], f"{k.shape[:-2]}, one per token")
-        _checks.index_range("slots", slots, -1, num_slots - 1, "page * page_size + place, or -1 to skip the token")
+        _checks.index_range(
+            "slots", slots, -1, num_slots - 1, "page * page_size + place, or -1 to skip the token"
+        )
         slots, positions = slots.reshape(-1), None
     else:
         slots, positions = _slots_of_sequences(k, caches[0], block_table, seq_lens, cu_seqlens)
@@ -110,17 +118,25 @@ def _check_append_shapes(k: Array, v: Array, k_cache: Array, v_cache: Array) -> 
             found = f"{cache.shape[2]} heads of width {cache.shape[3]}"
             raise invalid(name, found, f"{tokens.shape[-2]} heads of width {tokens.shape[-1]}, as {name[0]}")
         if (cache.dtype == np.float64) != (tokens.dtype == np.float64):
-            raise invalid(name, f"dtype {cache.dtype} beside {tokens.dtype} tokens", "float64 on both sides or on none")
+            raise invalid(
+                name, f"dtype {cache.dtype} beside {tokens.dtype} tokens", "float64 on both sides or on none"
+            )
     for name, x, other in (("v", v, k), ("v_cache", v_cache, k_cache)):
         if x.dtype != other.dtype:
-            raise invalid(name, f"dtype {x.dtype}", f"{other.dtype}, the dtype of {name.replace('v', 'k', 1)}")
+            raise invalid(
+                name, f"dtype {x.dtype}", f"{other.dtype}, the dtype of {name.replace('v', 'k', 1)}"
+            )
     if v_cache.shape[:2] != k_cache.shape[:2]:
-        raise invalid("v_cache", f"(num_pages, page_size) = {v_cache.shape[:2]}", f"{k_cache.shape[:2]}, as k_cache")
+        raise invalid(
+            "v_cache", f"(num_pages, page_size) = {v_cache.shape[:2]}", f"{k_cache.shape[:2]}, as k_cache"
+        )
     if k_cache.shape[1] == 0:
         raise invalid("k_cache", "page size 0", "a page size of at least 1")
 
 
-def _slots_of_sequences(k: Array, cache: Array, block_table: Any, seq_lens: Any, cu_seqlens: Any) -> tuple[Array, Array]:
+def _slots_of_sequences(
+    k: Array, cache: Array, block_table: Any, seq_lens: Any, cu_seqlens: Any
+) -> tuple[Array, Array]:
     """Return the slot and the position of every token; a cache without a table has a page per sequence."""
     num_pages, page_size = cache.shape[:2]
     if cu_seqlens is not None:
@@ -133,15 +149,25 @@ def _slots_of_sequences(k: Array, cache: Array, block_table: Any, seq_lens: Any,
     seq_lens = _checks.index_array("seq_lens", seq_lens, (batch,), f"(batch,) = ({batch},)").astype(np.int64)
     if block_table is None:
         if num_pages != batch:
-            raise invalid("k_cache", f"batch {num_pages}", f"batch {batch}, one row per sequence where there is no block_table")
+            raise invalid(
+                "k_cache",
+                f"batch {num_pages}",
+                f"batch {batch}, one row per sequence where there is no block_table",
+            )
         block_table = np.arange(batch)[:, None]
-    block_table = _checks.index_array("block_table", block_table, (batch, None), f"(batch, max_pages) = ({batch}, ...)")
+    block_table = _checks.index_array(
+        "block_table", block_table, (batch, None), f"(batch, max_pages) = ({batch}, ...)"
+    )
     room = block_table.shape[1] * page_size
     _checks.index_range("seq_lens", seq_lens, 0, room, "length before the append, within the cache")
     full = np.flatnonzero(seq_lens + counts > room)
     if full.size:
         b = int(full[0])
-        raise invalid(f"seq_lens[{b}]", int(seq_lens[b]), f"at most {room - int(counts[b])}: {int(counts[b])} tokens are appended")
+        raise invalid(
+            f"seq_lens[{b}]",
+            int(seq_lens[b]),
+            f"at most {room - int(counts[b])}: {int(counts[b])} tokens are appended",
+        )
     sequence = np.repeat(np.arange(batch), counts)
     first = np.repeat(np.cumsum(counts) - counts, counts)
     positions = np.arange(len(sequence)) - first + seq_lens[sequence]
@@ -150,11 +176,15 @@ def _slots_of_sequences(k: Array, cache: Array, block_table: Any, seq_lens: Any,
     if bad.size:
         t = int(bad[0])
         place = f"block_table[{int(sequence[t])}, {int(positions[t]) // page_size}]"
-        raise invalid(place, int(pages[t]), f"0 to {num_pages - 1}: a page of the pool, since a token goes there")
+        raise invalid(
+            place, int(pages[t]), f"0 to {num_pages - 1}: a page of the pool, since a token goes there"
+        )
     return pages * page_size + positions % page_size, positions
 
 
-def _rotation(cos: Any, sin: Any, head_dim: int, positions: Array | None, num_tokens: int) -> tuple[Array | None, Array | None]:
+def _rotation(
+    cos: Any, sin: Any, head_dim: int, positions: Array | None, num_tokens: int
+) -> tuple[Array | None, Array | None]:
     """Return cos and sin with one row per token."""
     if cos is None and sin is None:
         return None, None
@@ -166,10 +196,16 @@ def _rotation(cos: Any, sin: Any, head_dim: int, positions: Array | None, num_to
         if dtype.name not in ("float32", "float64"):
             raise invalid(name, f"dtype {dtype.name}", "float32 or float64")
         if not 0 < 2 * table.shape[1] <= head_dim:
-            raise invalid(name, f"shape {table.shape}", f"shape {meaning} with rotary_dim from 2 to head_dim = {head_dim}")
+            raise invalid(
+                name,
+                f"shape {table.shape}",
+                f"shape {meaning} with rotary_dim from 2 to head_dim = {head_dim}",
+            )
         tables.append(table)
     if tables[0].shape != tables[1].shape or tables[0].dtype != tables[1].dtype:
-        raise invalid("sin", _checks.describe(tables[1]), f"shape {tables[0].shape} and dtype {tables[0].dtype}, as cos")
+        raise invalid(
+            "sin", _checks.describe(tables[1]), f"shape {tables[0].shape} and dtype {tables[0].dtype}, as cos"
+        )
     if positions is None:
         if len(tables[0]) != num_tokens:
             raise invalid("cos", f"shape {tables[0].shape}", f"{num_tokens} rows, one per token")

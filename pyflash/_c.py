@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from . import _checks, _dtypes
+from . import _dtypes
 from ._description import AppendArgs, Array, AttentionArgs, Explanation, MergeArgs
 from ._errors import PyflashError, UnsupportedError, invalid
 
@@ -19,7 +19,9 @@ try:
     from ._pyflash_c import ffi, lib
 except ImportError as error:  # the reason is shown by available_backends()
     ffi = lib = None
-    _import_error: str | None = f"the compiled extension cannot be loaded ({error}); reinstall pyflash-attention"
+    _import_error: str | None = (
+        f"the compiled extension cannot be loaded ({error}); reinstall pyflash-attention"
+    )
 else:
     _import_error = None
 
@@ -162,7 +164,9 @@ class CBackend:
         if args.workspace is not None:
             plan = self._plan(call)
             if args.workspace.nbytes < plan.workspace_bytes:
-                raise invalid("workspace", f"{args.workspace.nbytes} bytes", f"at least {plan.workspace_bytes}")
+                raise invalid(
+                    "workspace", f"{args.workspace.nbytes} bytes", f"at least {plan.workspace_bytes}"
+                )
         _check(lib.pf_attention(call))
 
     def merge_states(self, args: MergeArgs) -> None:
@@ -219,7 +223,9 @@ class CBackend:
         if args.family is not None:
             reasons.append("family: asked for")
         else:
-            reasons.append(f"family: decode up to 16 query rows per key/value head ({group} a query here), else prefill")
+            reasons.append(
+                f"family: decode up to 16 query rows per key/value head ({group} a query here), else prefill"
+            )
         if args.num_splits is None and "decode" in families:
             reasons.append("splits: the decode family's own borders, every 512 keys")
         return Explanation(
@@ -268,7 +274,9 @@ def primitive(isa: str, name: str, *arrays: Array, factor: float = 1.0, dtype: s
         lib.pf_primitive_exp2(row, wide, _pointer(x), factor, _pointer(out), x.size)
     elif name == "load":
         out = np.empty(x.shape, compute)
-        lib.pf_primitive_load(row, wide, _code(x), _pointer(x), x.strides[0] // x.itemsize, _pointer(out), x.size)
+        lib.pf_primitive_load(
+            row, wide, _code(x), _pointer(x), x.strides[0] // x.itemsize, _pointer(out), x.size
+        )
     elif name == "store":
         out = np.empty(x.shape, _dtypes.numpy_dtype(dtype))
         lib.pf_primitive_store(row, wide, _code(out), _pointer(x), _pointer(out), 1, x.size)

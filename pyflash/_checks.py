@@ -64,7 +64,7 @@ def index_array(name: str, value: object, shape: tuple[int | None, ...], meaning
         raise invalid(name, f"dtype {array.dtype}", "int32 or int64")
     if any(want is not None and have != want for have, want in zip(array.shape, shape, strict=True)):
         raise invalid(name, f"shape {array.shape}", f"shape {meaning}")
-    return array
+    return array if array.flags.aligned else array.copy()  # never large
 
 
 def index_range(name: str, array: Array, low: int, high: int, meaning: str) -> None:
@@ -161,7 +161,9 @@ def overlaps_itself(array: Array) -> bool:
     if array.size == 0:
         return False
     end = array.itemsize
-    for stride, length in sorted((abs(s), n) for s, n in zip(array.strides, array.shape, strict=True) if n > 1):
+    for stride, length in sorted(
+        (abs(s), n) for s, n in zip(array.strides, array.shape, strict=True) if n > 1
+    ):
         if stride < end:
             return True
         end = stride * (length - 1) + end

@@ -32,8 +32,9 @@ num_splits : int, optional
     Cut the keys of each sequence into so many parts and merge their states (flash-decoding).
     Default: none in the prefill family, every 512 keys in the decode family.
 num_threads : int, optional
-    Threads of the C backend. Default: ``PYFLASH_NUM_THREADS``, else what OpenMP would use.
-    The result does not depend on it.
+    Threads of the C backend, at most the processors (or 16, where there are fewer). Default:
+    ``PYFLASH_NUM_THREADS``, else what OpenMP would use, and one for small calls. The result
+    does not depend on it.
 isa : str, optional
     Instruction set of the C backend, one of `available_isas`. Default: ``PYFLASH_ISA``, else
     the best this machine has.

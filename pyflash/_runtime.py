@@ -42,10 +42,14 @@ def _c_lines() -> list[tuple[str, str]]:
     if missing:
         lines.append(("not on this CPU", ", ".join(missing)))
     version = _c.lib.pf_openmp_version()
-    lines.append(("OpenMP", str(version) if version else "none: a serial build, every call runs on one thread"))
+    lines.append(
+        ("OpenMP", str(version) if version else "none: a serial build, every call runs on one thread")
+    )
     threads = _c.default_threads()
     if threads is None:
-        lines.append(("threads", f"{_c.lib.pf_max_threads()} (OpenMP's default, at most the CPUs of this process)"))
+        lines.append(
+            ("threads", f"{_c.lib.pf_max_threads()} (OpenMP's default, at most the CPUs of this process)")
+        )
     else:
         source = "PYFLASH_NUM_THREADS" if os.environ.get("PYFLASH_NUM_THREADS") else "this process was forked"
         lines.append(("threads", f"{threads} ({source})"))
@@ -65,7 +69,9 @@ def runtime_report() -> list[tuple[str, str]]:
         if name == "c" and reason is None:
             lines += [("  " + label, value) for label, value in _c_lines()]
     default = os.environ.get("PYFLASH_BACKEND") or _backends.AUTO
-    lines.append(("default backend", str(choice("PYFLASH_BACKEND", default, (*_backends.MODULES, _backends.AUTO)))))
+    lines.append(
+        ("default backend", str(choice("PYFLASH_BACKEND", default, (*_backends.MODULES, _backends.AUTO))))
+    )
     return lines
 
 

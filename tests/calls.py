@@ -152,6 +152,14 @@ def run(call: Call, backend: Any, **more: Any) -> tuple[np.ndarray, np.ndarray]:
     return out, lse
 
 
+def explain(call: Call, backend: Any, **more: Any) -> pyflash.Explanation:
+    """`pyflash.explain` of a call to any of the three functions."""
+    arrays = dict(call.arrays)
+    keys = ("q", "k_cache", "v_cache") if call.function == "paged_attention" else ("q", "k", "v")
+    positional = [arrays.pop(name) for name in keys]
+    return pyflash.explain(*positional, **arrays, **call.options, **backend.kwargs, **more)
+
+
 def bits(array: np.ndarray) -> np.ndarray:
     """The bit patterns of a float array."""
     return np.ascontiguousarray(array).view(f"u{array.itemsize}")

@@ -10,7 +10,7 @@ import threading
 
 import numpy as np
 import pytest
-from calls import assert_same_bits, dense, once, paged, paged_varlen, run, varlen
+from calls import assert_same_bits, dense, explain, once, paged, paged_varlen, run, varlen
 from conftest import BACKENDS, TestedBackend, available
 from oracle import Call, assert_matches
 
@@ -141,6 +141,14 @@ def test_an_unknown_instruction_set_in_the_environment_is_an_error():
     assert done.returncode == 1 and "'blas'" in done.stderr
 
 
+@pytest.mark.parametrize("text", ["many", "0", "-1", "1.5", "99999999999"])
+def test_a_bad_number_of_threads_in_the_environment_is_an_error(c_backend, text, monkeypatch):
+    monkeypatch.setenv("PYFLASH_NUM_THREADS", text)
+    with pytest.raises(pyflash.InvalidArgument) as caught:
+        run(small_call(), c_backend)
+    assert str(caught.value) == f"PYFLASH_NUM_THREADS: found {text!r}, expected an integer, at least 1"
+
+
 def test_threads_from_the_environment(c_backend):
     code = (
         "import numpy, pyflash; x = numpy.ones((4, 300, 4, 8), 'f4'); "
@@ -169,14 +177,6 @@ EXPLAINED = {
     "prefill": dense(124, seqlen_q=40, seqlen_kv=600, num_heads=4, num_kv_heads=2, causal=True),
     "prefill+decode": varlen([40, 1], [60, 600], seed=125, num_heads=4, num_kv_heads=2, causal=True),
 }
-
-
-def explain(call: Call, backend, **more) -> pyflash.Explanation:
-    """`pyflash.explain` of a call to any of the three functions."""
-    arrays = dict(call.arrays)
-    keys = ("q", "k_cache", "v_cache") if call.function == "paged_attention" else ("q", "k", "v")
-    positional = [arrays.pop(name) for name in keys]
-    return pyflash.explain(*positional, **arrays, **call.options, **backend.kwargs, **more)
 
 
 @pytest.mark.parametrize("family", EXPLAINED)

@@ -62,9 +62,10 @@ results = [None] * len(calls)
 
 def first_call(i):
     call = calls[i]
+    threads = {"num_threads": 3} if kwargs["backend"] == "c" and i % 2 else {}
     barrier.wait()
     function = getattr(pyflash, call.function)
-    results[i] = function(*call.arrays.values(), **call.options, return_lse=True, **kwargs)
+    results[i] = function(*call.arrays.values(), **call.options, return_lse=True, **kwargs, **threads)
 
 threads = [threading.Thread(target=first_call, args=(i,)) for i in range(len(calls))]
 for thread in threads: thread.start()
@@ -86,6 +87,8 @@ def test_first_calls_of_16_threads_at_once(any_isa):
 def test_many_threads_call_at_the_same_time(backend):
     calls = mixed_calls()
     want = [run(call, backend) for call in calls]
+    if backend.has_threads:
+        calls = [call.but(num_threads=1 + i % 3) for i, call in enumerate(calls)]
     failures = []
 
     def work(first: int) -> None:
@@ -150,6 +153,25 @@ print("done")
 def test_a_child_of_a_fork_runs_serial_and_right(any_isa, threads):
     """A child, and a child of that child, after the parent has used its threads."""
     assert fresh(AFTER_FORK, any_isa, OMP_NUM_THREADS=threads) == "done\n"
+
+
+FEWER_THREADS = """
+import numpy as np
+import test_concurrency as suite, pyflash
+
+for call in suite.mixed_calls():
+    function = getattr(pyflash, call.function)
+    options = {**call.options, **kwargs, "return_lse": True}
+    one, eight = (function(*call.arrays.values(), **options, num_threads=n) for n in (1, 8))
+    suite.assert_same_bits(eight, one)
+print("done")
+"""
+
+
+@pytest.mark.parametrize("limit", ["1", "3"])
+def test_fewer_threads_than_were_asked_for(c_backend, limit):
+    """OpenMP may give fewer threads than a call asks for: somebody else has set a limit."""
+    assert fresh(FEWER_THREADS, c_backend, OMP_THREAD_LIMIT=limit) == "done\n"
 
 
 BESIDE = """

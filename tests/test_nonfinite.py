@@ -143,6 +143,19 @@ def test_a_score_of_minus_infinity_has_no_weight(backend, family):
 
 
 @pytest.mark.parametrize("family", ["prefill", "decode"])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_nothing_but_scores_of_minus_infinity(backend, dtype, family):
+    """Unlike a row without keys it is no mean of anything: not 0 but NaN; the sum of its weights is 0."""
+    call = dense(99, batch=1, seqlen_q=9, seqlen_kv=70, num_heads=1, dtype=dtype, causal=True, family=family)
+    call.arrays["q"][..., 0] = 1
+    call.arrays["k"][..., 0] = -np.inf
+    for more in ({}, dict(num_splits=3)):
+        out, lse = run(call, backend, **more)
+        assert_matches(out, lse, call)
+        assert np.isnan(out).all() and np.isneginf(lse).all()
+
+
+@pytest.mark.parametrize("family", ["prefill", "decode"])
 def test_an_infinite_value_gives_infinity_or_nan_in_its_column_only(backend, family):
     call = dense(97, batch=1, seqlen_q=9, seqlen_kv=70, num_heads=1, family=family)
     values = call.arrays["v"].copy()

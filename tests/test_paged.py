@@ -18,6 +18,8 @@ from calls import (
 )
 from oracle import Call, assert_matches
 
+import pyflash
+
 PAGE_SIZES = [1, 2, 3, 7, 16, 64, 100, 256]
 
 LENS = np.array([70, 1, 0, 33, 64], np.int32)
@@ -220,3 +222,15 @@ def test_longer_than_a_split(backend, page_size):
     out, lse = run(call, backend)
     assert_matches(out, lse, one)
     assert_same_bits((out, lse), run(one, backend))
+
+
+@pytest.mark.parametrize("seqlen_q", [1, 5])
+def test_heads_before_queries(backend, seqlen_q):
+    """`layout` orders a q of four axes and its out; neither the pools nor a q of one token a sequence."""
+    call = paged(dense(95, batch=2, seqlen_q=seqlen_q, seqlen_kv=40, num_heads=4, num_kv_heads=2), 8)
+    out, lse = run(call, backend)
+    swapped = {**call.arrays, "q": np.ascontiguousarray(call.arrays["q"].swapaxes(1, 2))}
+    got = pyflash.paged_attention(
+        *swapped.values(), **call.options, **backend.kwargs, layout="bhsd", return_lse=True
+    )
+    assert_same_bits(got, (out.swapaxes(1, 2), lse))

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from calls import DTYPE_NAMES, TYPE_PAIRS, dense, paged, paged_varlen, run, varlen
+from calls import DTYPE_NAMES, TYPE_PAIRS, assert_same_bits, dense, paged, paged_varlen, run, varlen
 from conftest import available
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -107,6 +107,57 @@ def attention_calls(draw: st.DrawFn) -> Call:
     return call
 
 
+@st.composite
+def batches(draw: st.DrawFn) -> Call:
+    """A dense call of one family with lengths, whose rows are aligned by explicit offsets."""
+    num_kv_heads = draw(st.integers(1, 2))
+    dtype, kv_dtype = draw(st.sampled_from(TYPE_PAIRS))
+    batch, seqlen_q, seqlen_kv = draw(st.integers(1, 3)), draw(LENGTHS), draw(LENGTHS)
+    lens = np.array(draw(st.lists(st.integers(0, seqlen_kv), min_size=batch, max_size=batch)))
+    options = draw(masks(batch))
+    offset = options.get("q_offset", 0 if options["causal"] == "top_left" else lens - seqlen_q)
+    options["q_offset"] = np.broadcast_to(np.asarray(offset, np.int64), (batch,)).copy()
+    options["causal"] = bool(options["causal"])
+    return dense(
+        draw(st.integers(0, 10**6)),
+        batch=batch,
+        seqlen_q=seqlen_q,
+        seqlen_kv=seqlen_kv,
+        num_heads=num_kv_heads * draw(st.integers(1, 5)),
+        num_kv_heads=num_kv_heads,
+        head_dim=draw(WIDTHS),
+        head_dim_v=draw(WIDTHS),
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        seq_lens=lens,
+        family=draw(st.sampled_from(["prefill", "decode"])),
+        **options,
+    )
+
+
+def check_bits(data: st.DataObject, call: Call) -> None:
+    """Pages, threads, other sequences and other rows leave no trace in the bits of a row."""
+    batch, seqlen_q = call.arrays["q"].shape[:2]
+    pages = paged(call, data.draw(st.integers(1, 70), label="page_size"))
+    b = data.draw(st.integers(0, batch - 1), label="sequence")
+    lo = data.draw(st.integers(0, seqlen_q), label="lo")
+    hi = data.draw(st.integers(lo, seqlen_q), label="hi")
+    num_threads = data.draw(st.integers(2, 9), label="num_threads")
+    offsets, lens = call.options["q_offset"], call.options["seq_lens"]
+    alone = call.of(**{name: x[b : b + 1] for name, x in call.arrays.items()})
+    alone = alone.but(q_offset=offsets[b : b + 1], seq_lens=lens[b : b + 1])
+    rows = call.of(q=call.arrays["q"][:, lo:hi]).but(q_offset=offsets + lo)
+    for backend in available():
+        out, lse = run(call, backend)
+        assert_same_bits(run(pages, backend), (out, lse), f"{backend.id}: paged")
+        assert_same_bits(run(alone, backend), (out[b : b + 1], lse[b : b + 1]), f"{backend.id}: alone")
+        assert_same_bits(run(rows, backend), (out[:, lo:hi], lse[..., lo:hi]), f"{backend.id}: rows")
+        if backend.has_threads:
+            assert_same_bits(
+                run(call, backend, num_threads=num_threads), (out, lse), f"{backend.id}: threads"
+            )
+
+
 def check(call: Call, num_threads: int) -> None:
     """Hold every backend that is available here to one oracle."""
     for backend in available():
@@ -121,6 +172,19 @@ def check(call: Call, num_threads: int) -> None:
 @given(call=attention_calls(), num_threads=st.integers(1, 4))
 def test_random_calls(call, num_threads):
     check(call, num_threads)
+
+
+@FEW
+@given(data=st.data(), call=batches())
+def test_random_calls_keep_their_bits(data, call):
+    check_bits(data, call)
+
+
+@pytest.mark.long
+@MANY
+@given(data=st.data(), call=batches())
+def test_many_random_calls_keep_their_bits(data, call):
+    check_bits(data, call)
 
 
 @pytest.mark.long

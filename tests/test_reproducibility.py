@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from calls import DTYPE_NAMES, assert_same_bits, dense, once, paged, paged_varlen, run, varlen
+from calls import DTYPE_NAMES, assert_same_bits, dense, explain, once, paged, paged_varlen, run, varlen
 from oracle import Call
 
 import pyflash
@@ -43,6 +43,7 @@ def call_of(name: str, dtype: str = "float32") -> Call:
 def test_any_number_of_threads(c_backend, name, dtype):
     call = call_of(name, dtype)
     want = run(call, c_backend, num_threads=1)
+    assert explain(call, c_backend, num_threads=8).num_threads > 3
     for num_threads in (2, 3, 8, None):
         assert_same_bits(run(call, c_backend, num_threads=num_threads), want, f"{num_threads} threads")
 
@@ -201,13 +202,7 @@ def test_work_space_of_the_caller_changes_nothing(c_backend):
     for name in CALLS:
         call = call_of(name)
         want = run(call, c_backend, num_threads=2)
-        arrays = dict(call.arrays)
-        q, k, v = arrays.pop("q"), *(arrays.pop(n, None) for n in ("k", "v"))
-        if k is None:
-            k, v = arrays.pop("k_cache"), arrays.pop("v_cache")
-        told = pyflash.explain(
-            q, k, v, **arrays, **call.options, num_threads=2, **c_backend.kwargs
-        ).workspace_bytes
+        told = explain(call, c_backend, num_threads=2).workspace_bytes
         for fill in (0, 255):
             space = np.full(told + 200, fill, np.uint8)
             view = space[64 : 64 + told]

@@ -21,7 +21,7 @@ def fit(degree: int, nodes: int = 200, rounds: int = 60) -> tuple[list[mp.mpf], 
     for _ in range(rounds):
         rows = mp.matrix(degree, degree)
         right = mp.matrix(degree, 1)
-        for f, t, w in zip(points, target, weights):
+        for f, t, w in zip(points, target, weights, strict=True):
             basis = [f**k / t for k in range(1, degree + 1)]
             residual = (t - 1) / t
             for a in range(degree):
@@ -30,9 +30,10 @@ def fit(degree: int, nodes: int = 200, rounds: int = 60) -> tuple[list[mp.mpf], 
                     rows[a, b] += w * basis[a] * basis[b]
         coefficients = list(mp.lu_solve(rows, right))
         errors = [
-            abs(1 + sum(c * f ** (k + 1) for k, c in enumerate(coefficients)) - t) / t for f, t in zip(points, target)
+            abs(1 + sum(c * f ** (k + 1) for k, c in enumerate(coefficients)) - t) / t
+            for f, t in zip(points, target, strict=True)
         ]
-        weights = [w * e for w, e in zip(weights, errors)]
+        weights = [w * e for w, e in zip(weights, errors, strict=True)]
         total = sum(weights)
         weights = [w / total for w in weights]
     return coefficients, max(errors)

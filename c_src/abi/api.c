@@ -63,7 +63,8 @@ int pf_primitive_load(int isa, int wide, int dtype, const void *x, int64_t strid
     return PF_STATUS_OK;
 }
 
-int pf_primitive_store(int isa, int wide, int dtype, const void *x, void *out, int64_t stride, int64_t count) {
+int pf_primitive_store(int isa, int wide, int dtype, const void *x, void *out, int64_t stride,
+                       int64_t count) {
     pf_kernels(isa, wide)->store_row(out, stride, x, count, dtype);
     return PF_STATUS_OK;
 }

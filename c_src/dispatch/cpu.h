@@ -39,7 +39,8 @@ static inline int pf_cpu_avx512(void) {
     unsigned int a, b, c, d;
     if (!pf_cpu_avx2() || !__get_cpuid_count(7, 0, &a, &b, &c, &d))
         return 0;
-    return pf_has_bits(b, 1u << 16 | 1u << 17 | 1u << 28 | 1u << 30 | 1u << 31) && (pf_saved_state() & 0xe6) == 0xe6;
+    return pf_has_bits(b, 1u << 16 | 1u << 17 | 1u << 28 | 1u << 30 | 1u << 31) &&
+           (pf_saved_state() & 0xe6) == 0xe6;
 }
 #endif
 

@@ -26,7 +26,8 @@ static const struct {
     int (*supported)(void);
     const pf_kernel_table *table;
 } isas[] = {
-#define PF_ISA(name, arch, flags) PF_ARCH_##arch(PF_ROW(#name PF_COMMA pf_cpu_##name PF_COMMA &pf_kernels_##name))
+#define PF_ISA(name, arch, flags)                                                                            \
+    PF_ARCH_##arch(PF_ROW(#name PF_COMMA pf_cpu_##name PF_COMMA &pf_kernels_##name))
 #define PF_COMMA ,
 #include "../isa.def"
 #undef PF_ISA

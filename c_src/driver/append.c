@@ -8,7 +8,8 @@
 #include <stdlib.h>
 
 /* Rotary embedding of one key: pair i is (x[2i], x[2i+1]) or (x[i], x[i + num_pairs]). */
-static void rotate_row(void *row_, int wide, const double *cos, const double *sin, int64_t num_pairs, int interleaved) {
+static void rotate_row(void *row_, int wide, const double *cos, const double *sin, int64_t num_pairs,
+                       int interleaved) {
     for (int64_t i = 0; i < num_pairs; i++) {
         const int64_t a = interleaved ? 2 * i : i, b = interleaved ? a + 1 : i + num_pairs;
         if (wide) {
@@ -42,13 +43,13 @@ int pf_driver_append(const pf_append_call *call) {
                 const int64_t source = t * x->stride_token + h * x->stride_head;
                 const int64_t target =
                     page * cache->stride_batch + place * cache->stride_token + h * cache->stride_head;
-                kernels->load_row(row, (const char *)x->data + source * pf_dtype_size(x->dtype), x->stride_dim,
-                                  num_dims[side], x->dtype);
+                kernels->load_row(row, (const char *)x->data + source * pf_dtype_size(x->dtype),
+                                  x->stride_dim, num_dims[side], x->dtype);
                 if (side == 0 && call->cos)
-                    rotate_row(row, wide, call->cos + t * call->rotary_pairs, call->sin + t * call->rotary_pairs,
-                               call->rotary_pairs, call->interleaved);
-                kernels->store_row((char *)cache->data + target * pf_dtype_size(cache->dtype), cache->stride_dim, row,
-                                   num_dims[side], cache->dtype);
+                    rotate_row(row, wide, call->cos + t * call->rotary_pairs,
+                               call->sin + t * call->rotary_pairs, call->rotary_pairs, call->interleaved);
+                kernels->store_row((char *)cache->data + target * pf_dtype_size(cache->dtype),
+                                   cache->stride_dim, row, num_dims[side], cache->dtype);
             }
     }
     free(row);

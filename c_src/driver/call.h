@@ -57,11 +57,12 @@ static inline pf_sequence pf_get_sequence(const pf_attention_call *call, int64_t
     }
     if (call->seq_lens.data)
         num_keys = pf_index_at(&call->seq_lens, b);
-    s.mask = (pf_mask){.num_keys = num_keys,
-                       .offset = call->q_offset.data ? pf_index_at(&call->q_offset, b) : num_keys - s.num_queries,
-                       .window_left = call->window_left,
-                       .window_right = call->window_right,
-                       .causal = call->causal};
+    s.mask =
+        (pf_mask){.num_keys = num_keys,
+                  .offset = call->q_offset.data ? pf_index_at(&call->q_offset, b) : num_keys - s.num_queries,
+                  .window_left = call->window_left,
+                  .window_right = call->window_right,
+                  .causal = call->causal};
     s.num_rows = call->num_kv_heads ? s.num_queries * (call->num_heads / call->num_kv_heads) : 0;
     s.decode = call->family ? call->family == PF_FAMILY_DECODE : s.num_rows <= PF_DECODE_MAX_ROWS;
     s.num_splits = pf_min(call->num_splits, pf_max(num_keys, 1));
@@ -83,11 +84,13 @@ static inline pf_span pf_row_span(const pf_attention_call *call, const pf_sequen
     return pf_visible(&s->mask, row / pf_group(call));
 }
 
-static inline pf_span pf_rows_any(const pf_attention_call *call, const pf_sequence *s, int64_t first, int64_t end) {
+static inline pf_span pf_rows_any(const pf_attention_call *call, const pf_sequence *s, int64_t first,
+                                  int64_t end) {
     return pf_visible_to_any(&s->mask, first / pf_group(call), (end - 1) / pf_group(call));
 }
 
-static inline pf_span pf_rows_all(const pf_attention_call *call, const pf_sequence *s, int64_t first, int64_t end) {
+static inline pf_span pf_rows_all(const pf_attention_call *call, const pf_sequence *s, int64_t first,
+                                  int64_t end) {
     return pf_visible_to_all(&s->mask, first / pf_group(call), (end - 1) / pf_group(call));
 }
 
@@ -95,8 +98,8 @@ static inline pf_span pf_rows_all(const pf_attention_call *call, const pf_sequen
 static inline void *pf_row_of(const pf_attention_call *call, const pf_tensor *t, const pf_sequence *s,
                               int64_t kv_head, int64_t row) {
     const int64_t group = pf_group(call), head = kv_head * group + row % group;
-    const int64_t offset = s->q_batch * t->stride_batch + (s->q_token + row / group) * t->stride_token +
-                           head * t->stride_head;
+    const int64_t offset =
+        s->q_batch * t->stride_batch + (s->q_token + row / group) * t->stride_token + head * t->stride_head;
     return (char *)t->data + offset * pf_dtype_size(t->dtype);
 }
 
@@ -106,7 +109,8 @@ static inline void pf_key_rows(const pf_attention_call *call, const pf_tensor *t
     const int64_t size = pf_dtype_size(t->dtype), step = t->stride_token * size;
     const char *base = (const char *)t->data + kv_head * t->stride_head * size;
     if (!call->block_table.data) {
-        const char *row = base + (s->kv_batch * t->stride_batch + (s->kv_token + lo) * t->stride_token) * size;
+        const char *row =
+            base + (s->kv_batch * t->stride_batch + (s->kv_token + lo) * t->stride_token) * size;
         for (int64_t j = lo; j < hi; j++, row += step)
             *rows++ = row;
         return;
@@ -116,7 +120,8 @@ static inline void pf_key_rows(const pf_attention_call *call, const pf_tensor *t
         const int64_t end = pf_min(hi, lo + pf_run_length(call->page_size, lo));
         const int64_t entry = s->index * table->stride[0] + lo / call->page_size * table->stride[1];
         const int64_t page = pf_integer_at(table->data, table->item_bytes, entry);
-        const char *row = base + size * pf_paged_offset(page, t->stride_batch, call->page_size, lo, t->stride_token);
+        const char *row =
+            base + size * pf_paged_offset(page, t->stride_batch, call->page_size, lo, t->stride_token);
         for (; lo < end; lo++, row += step)
             *rows++ = row;
     }

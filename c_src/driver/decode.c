@@ -5,7 +5,7 @@
 
 /* An item that a thread shares with its neighbours: the nodes it could not merge further. */
 typedef struct pf_partial {
-    int64_t item; /* -1: none */
+    int64_t item;    /* -1: none */
     int32_t is_last; /* holds the last split of the item */
     int32_t depth;
     pf_node node[PF_MAX_NODES];
@@ -80,7 +80,8 @@ int64_t pf_decode_scratch_bytes(const pf_context *context) {
 static void merge_rows(const void *owner, pf_state into, pf_state from) {
     const pf_item *item = owner;
     item->context->kernels->state_merge(into.m, into.l, into.o, from.m, from.l, from.o, item->num_rows,
-                                        item->context->call->head_dim_v, item->o_stride, 1, item->context->scale.log2);
+                                        item->context->call->head_dim_v, item->o_stride, 1,
+                                        item->context->scale.log2);
 }
 
 static pf_tree make_tree(const pf_item *item, char *states) {
@@ -98,16 +99,18 @@ static void load_queries(const pf_scratch *s, const pf_item *item) {
     context->kernels->state_reset(0, 0, 0, s->queries, item->num_rows * s->q_stride);
     for (int32_t r = 0; r < item->num_rows; r++) {
         char *row = (char *)s->queries + r * s->q_stride * context->elem_bytes;
-        context->kernels->load_row(row, pf_row_of(context->call, q, item->sequence, item->kv_head, item->first + r),
-                                   q->stride_dim, context->call->head_dim, q->dtype);
+        context->kernels->load_row(
+            row, pf_row_of(context->call, q, item->sequence, item->kv_head, item->first + r), q->stride_dim,
+            context->call->head_dim, q->dtype);
         context->kernels->state_scale(row, context->call->head_dim, context->scale.query_factor);
     }
 }
 
 /* Pointers to keys [lo, hi), at unit stride: where they lie, or gathered. Returns how many of the
  * keys behind, up to `end`, have pointers too. */
-static int64_t fetch_rows(const pf_item *item, const pf_tensor *t, int64_t lo, int64_t hi, int64_t end, int64_t width,
-                          double factor, void *copies, int64_t copy_stride, const void **rows) {
+static int64_t fetch_rows(const pf_item *item, const pf_tensor *t, int64_t lo, int64_t hi, int64_t end,
+                          int64_t width, double factor, void *copies, int64_t copy_stride,
+                          const void **rows) {
     const pf_context *context = item->context;
     if (!copies_keys(context->call, item->value_factor)) {
         const int64_t ahead = pf_min(end - hi, ROWS_AHEAD);
@@ -153,8 +156,8 @@ static void run_chunk(const pf_scratch *s, const pf_item *item, pf_span keys, pf
                              .dtype = copies ? context->compute_dtype : call->k.dtype};
     for (int64_t lo = keys.lo + (any.lo - keys.lo) / tile * tile; lo < any.hi; lo += tile) {
         const pf_span present = pf_clip(any, lo, lo + tile);
-        const int64_t k_ahead = fetch_rows(item, &call->k, present.lo, present.hi, any.hi, call->head_dim, 1.0,
-                                           s->k_copies, s->q_stride, s->k_rows);
+        const int64_t k_ahead = fetch_rows(item, &call->k, present.lo, present.hi, any.hi, call->head_dim,
+                                           1.0, s->k_copies, s->q_stride, s->k_rows);
         const int64_t v_ahead = fetch_rows(item, &call->v, present.lo, present.hi, any.hi, call->head_dim_v,
                                            item->value_factor, s->v_copies, s->o_stride, s->v_rows);
         block.num_ahead = (int32_t)pf_min(k_ahead, v_ahead);
@@ -163,7 +166,8 @@ static void run_chunk(const pf_scratch *s, const pf_item *item, pf_span keys, pf
         block.lo = block.hi = 0;
         if (all.lo > present.lo || all.hi < present.hi) {
             for (int32_t r = 0; r < item->num_rows; r++) {
-                const pf_span span = pf_clip(pf_row_span(call, item->sequence, item->first + r), lo, lo + tile);
+                const pf_span span =
+                    pf_clip(pf_row_span(call, item->sequence, item->first + r), lo, lo + tile);
                 s->lo[r] = (int32_t)(span.lo - lo);
                 s->hi[r] = (int32_t)(span.hi - lo);
             }
@@ -207,7 +211,8 @@ static void finish_item(const pf_scratch *s, const pf_item *item, pf_state state
         const int64_t row = item->first + r;
         retry[r] = 0;
         if (!pf_finish_row(context, sequence, item->kv_head, row, o, m, l, item->value_factor))
-            retry[r] = pf_retry_factor(context, sequence, item->kv_head, row, l, touched, item->value_factor, s->value);
+            retry[r] = pf_retry_factor(context, sequence, item->kv_head, row, l, touched, item->value_factor,
+                                       s->value);
     }
     for (int32_t r = 0; r < item->num_rows; r++) {
         if (retry[r] == 0.0)
@@ -223,7 +228,8 @@ static void finish_item(const pf_scratch *s, const pf_item *item, pf_state state
 }
 
 /* Item `number` of a sequence; items of a sequence go key/value head by head. */
-static pf_item get_item(const pf_context *context, const pf_scratch *s, const pf_sequence *sequence, int64_t number) {
+static pf_item get_item(const pf_context *context, const pf_scratch *s, const pf_sequence *sequence,
+                        int64_t number) {
     const int64_t per_head = pf_ceil_div(sequence->num_rows, PF_DECODE_MAX_ROWS);
     pf_item item = {.context = context,
                     .sequence = sequence,
@@ -283,10 +289,12 @@ void pf_decode_join(pf_context *context, char *const scratch[], int num_threads)
             if (partial->item < 0)
                 continue;
             if (partial->item != item.id) {
-                const int64_t b = pf_find_sequence(context->decode_start, context->call->batch, partial->item);
+                const int64_t b =
+                    pf_find_sequence(context->decode_start, context->call->batch, partial->item);
                 sequence = pf_get_sequence(context->call, b);
                 const int64_t splits = sequence.end_split - sequence.first_split;
-                item = get_item(context, &own, &sequence, (partial->item - context->decode_start[b]) / splits);
+                item =
+                    get_item(context, &own, &sequence, (partial->item - context->decode_start[b]) / splits);
                 tree = make_tree(&item, own.states[0]);
             }
             pf_tree theirs = tree;

@@ -15,8 +15,8 @@ typedef struct pf_context {
     int64_t elem_bytes;
     int32_t compute_dtype;
     int64_t decode_scratch_bytes; /* the rest of a thread's scratch is for prefill */
-    int64_t *prefill_start; /* (batch + 1,): first work item of each sequence */
-    int64_t *decode_start;  /* (batch + 1,): first unit (one split of one item) of each sequence */
+    int64_t *prefill_start;       /* (batch + 1,): first work item of each sequence */
+    int64_t *decode_start;        /* (batch + 1,): first unit (one split of one item) of each sequence */
     int64_t next_prefill_item;
 } pf_context;
 
@@ -54,13 +54,13 @@ void pf_count_tiles(pf_context *context);
 
 /* finish.c: one finished row to out and lse; its values were multiplied by value_factor. Returns
  * whether the outputs are finite. */
-int pf_finish_row(const pf_context *context, const pf_sequence *sequence, int64_t kv_head, int64_t row, void *o,
-                  double m, double l, double value_factor);
+int pf_finish_row(const pf_context *context, const pf_sequence *sequence, int64_t kv_head, int64_t row,
+                  void *o, double m, double l, double value_factor);
 
 /* finish.c: how a row that is not finite is to be computed again, alone: with which value_factor, or
  * 0 for not at all. `touched` are the keys that its tiles read, `scratch` holds one row of values. */
-double pf_retry_factor(const pf_context *context, const pf_sequence *sequence, int64_t kv_head, int64_t row, double l,
-                       pf_span touched, double value_factor, void *scratch);
+double pf_retry_factor(const pf_context *context, const pf_sequence *sequence, int64_t kv_head, int64_t row,
+                       double l, pf_span touched, double value_factor, void *scratch);
 
 /* prefill.c and decode.c: scratch memory of one thread, and the work. */
 int64_t pf_prefill_scratch_bytes(const pf_context *context);

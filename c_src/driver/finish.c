@@ -4,8 +4,8 @@
 
 #include <math.h>
 
-int pf_finish_row(const pf_context *context, const pf_sequence *sequence, int64_t kv_head, int64_t row, void *o,
-                  double m, double l, double value_factor) {
+int pf_finish_row(const pf_context *context, const pf_sequence *sequence, int64_t kv_head, int64_t row,
+                  void *o, double m, double l, double value_factor) {
     const pf_attention_call *call = context->call;
     double factor = 1.0 / (l * value_factor), lse = m * context->scale.score_factor + log(l);
     if (l == 0) {
@@ -31,8 +31,8 @@ int pf_finish_row(const pf_context *context, const pf_sequence *sequence, int64_
 /* Sums of values below the largest number cannot overflow before 2^40 keys. */
 #define SMALLER_VALUES 0x1p-40
 
-static int values_finite(const pf_context *context, const pf_sequence *sequence, int64_t kv_head, pf_span keys,
-                         void *scratch) {
+static int values_finite(const pf_context *context, const pf_sequence *sequence, int64_t kv_head,
+                         pf_span keys, void *scratch) {
     const pf_attention_call *call = context->call;
     int finite = 1;
     for (int64_t j = keys.lo; finite && j < keys.hi; j++) {
@@ -44,8 +44,8 @@ static int values_finite(const pf_context *context, const pf_sequence *sequence,
     return finite;
 }
 
-double pf_retry_factor(const pf_context *context, const pf_sequence *sequence, int64_t kv_head, int64_t row, double l,
-                       pf_span touched, double value_factor, void *scratch) {
+double pf_retry_factor(const pf_context *context, const pf_sequence *sequence, int64_t kv_head, int64_t row,
+                       double l, pf_span touched, double value_factor, void *scratch) {
     if (!isfinite(l)) /* scores of its own keys; those of others never get this far */
         return 0;
     /* A value that one row of a tile may not see has weight 0 there, but 0 * NaN is NaN. Alone, a row

@@ -40,8 +40,9 @@ static void merge_row(const pf_merger *merger, pf_tree *tree, int64_t b, int64_t
     const pf_merge_call *call = merger->call;
     for (int64_t part = 0; part < call->num_parts; part++) {
         const pf_state state = pf_tree_next(tree);
-        const double lse = get_real(element(&call->part_lse, b, token, head, part * call->part_lse_stride_part),
-                                    pf_dtype_size(call->part_lse.dtype));
+        const double lse =
+            get_real(element(&call->part_lse, b, token, head, part * call->part_lse_stride_part),
+                     pf_dtype_size(call->part_lse.dtype));
         merger->kernels->state_reset(state.m, state.l, 1, state.o, call->head_dim);
         if (lse != -(double)INFINITY) { /* an empty part stays the neutral state */
             set_real(state.m, merger->elem_bytes, lse);
@@ -63,8 +64,8 @@ static void merge_row(const pf_merger *merger, pf_tree *tree, int64_t b, int64_t
             factor = exp(m - top) / (l * exp(m - top) + exp(sink - top));
     }
     merger->kernels->state_scale(state.o, call->head_dim, factor);
-    merger->kernels->store_row(element(&call->out, b, token, head, 0), call->out.stride_dim, state.o, call->head_dim,
-                               call->out.dtype);
+    merger->kernels->store_row(element(&call->out, b, token, head, 0), call->out.stride_dim, state.o,
+                               call->head_dim, call->out.dtype);
     set_real(element(&call->lse, b, token, head, 0), pf_dtype_size(call->lse.dtype),
              l == 0 ? -(double)INFINITY : m + log(l));
 }

@@ -38,6 +38,18 @@ static inline int pf_default_threads(void) {
 #endif
 }
 
+/* What a caller who asks for `threads` gets. More than there are processors is granted up to a few,
+ * so that results can be compared over thread counts anywhere; thousands would end the process. */
+static inline int pf_granted_threads(int threads) {
+#ifdef _OPENMP
+    const int processors = omp_get_num_procs(), limit = processors > 16 ? processors : 16;
+    return threads < limit ? threads : limit;
+#else
+    (void)threads;
+    return 1;
+#endif
+}
+
 static inline int pf_openmp_date(void) {
 #ifdef _OPENMP
     return _OPENMP;

@@ -22,7 +22,8 @@ static int64_t choose_panels(const pf_context *context, int64_t num_panels, int6
     const int64_t panel_bytes =
         context->plan.panel_rows * (call->head_dim + call->head_dim_v) * context->elem_bytes;
     const int64_t fit = clamp(BLOCK_BYTES / panel_bytes, 1, MAX_PANELS);
-    const int64_t fair = context->plan.num_threads > 1 ? num_panels / (ITEMS_PER_THREAD * context->plan.num_threads) : fit;
+    const int64_t fair =
+        context->plan.num_threads > 1 ? num_panels / (ITEMS_PER_THREAD * context->plan.num_threads) : fit;
     return clamp(pf_min(fair, longest), 1, fit);
 }
 
@@ -85,7 +86,7 @@ void pf_make_context(pf_context *context, const pf_attention_call *call, int64_t
     context->decode_start = decode_start;
     context->next_prefill_item = 0;
     *plan = (pf_plan){.num_splits = 1};
-    plan->num_threads = call->num_threads > 0 ? call->num_threads : pf_default_threads();
+    plan->num_threads = call->num_threads > 0 ? pf_granted_threads(call->num_threads) : pf_default_threads();
     plan->tile_prefill = call->tile > 0 ? call->tile : kernels->prefill_tile_keys;
     plan->tile_decode = call->tile > 0 ? call->tile : PF_DECODE_TILE_KEYS;
     plan->panel_rows = kernels->lanes * kernels->panel_vectors;
@@ -93,7 +94,8 @@ void pf_make_context(pf_context *context, const pf_attention_call *call, int64_t
     choose_families(context, &num_panels, &longest);
     plan->block_rows = plan->panel_rows * choose_panels(context, num_panels, longest);
     count_prefill_items(context);
-    plan->num_threads = (int32_t)clamp(plan->num_prefill_items + plan->num_decode_items, 1, plan->num_threads);
+    plan->num_threads =
+        (int32_t)clamp(plan->num_prefill_items + plan->num_decode_items, 1, plan->num_threads);
     /* A tile longer than the keys needs no more scratch than they do. */
     int64_t longest_keys = 1;
     for (int64_t b = 0; b < call->batch; b++)
@@ -105,12 +107,14 @@ void pf_make_context(pf_context *context, const pf_attention_call *call, int64_t
     context->decode_scratch_bytes = plan->num_decode_items ? pf_decode_scratch_bytes(context) : 0;
     plan->thread_bytes =
         context->decode_scratch_bytes + (plan->num_prefill_items ? pf_prefill_scratch_bytes(context) : 0);
-    plan->shared_bytes = 2 * pf_starts_bytes(call) + pf_round_up(plan->num_threads * (int64_t)sizeof(char *), 64);
+    plan->shared_bytes =
+        2 * pf_starts_bytes(call) + pf_round_up(plan->num_threads * (int64_t)sizeof(char *), 64);
     plan->workspace_bytes = plan->shared_bytes + plan->num_threads * plan->thread_bytes + PF_ALIGNMENT;
 }
 
 /* Tiles that the rows of one item could need, and those that no row of it sees. */
-static void count_item(const pf_context *context, pf_plan *plan, const pf_sequence *s, int64_t first, int64_t end) {
+static void count_item(const pf_context *context, pf_plan *plan, const pf_sequence *s, int64_t first,
+                       int64_t end) {
     const int64_t tile = s->decode ? plan->tile_decode : plan->tile_prefill;
     for (int64_t split = 0; split < s->end_split; split++) {
         const int64_t lo = pf_split_lo(s, split), hi = pf_split_lo(s, split + 1);

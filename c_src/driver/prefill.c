@@ -33,15 +33,16 @@ typedef struct pf_panel {
     int64_t first_row; /* of the key/value head */
 } pf_panel;
 
+/* Kernels take rows of the compute type, of unit stride, aligned to their elements. */
 static int copies_keys(const pf_context *context, const pf_tensor *t) {
-    return t->dtype != context->compute_dtype || t->stride_dim != 1;
+    return t->dtype != context->compute_dtype || t->stride_dim != 1 ||
+           (uintptr_t)t->data % context->elem_bytes;
 }
 
 static pf_state_shape block_shape(const pf_context *context, int64_t num_rows) {
     const int64_t lanes = context->kernels->lanes, rows = pf_round_up(num_rows, lanes);
-    return (pf_state_shape){.num_rows = rows,
-                            .num_outputs = rows * context->call->head_dim_v,
-                            .elem_bytes = context->elem_bytes};
+    return (pf_state_shape){
+        .num_rows = rows, .num_outputs = rows * context->call->head_dim_v, .elem_bytes = context->elem_bytes};
 }
 
 static int64_t carve(const pf_context *context, char *base, pf_scratch *s) {
@@ -58,7 +59,8 @@ static int64_t carve(const pf_context *context, char *base, pf_scratch *s) {
     s->states = pf_carve(&at, num_states * pf_state_bytes(&shape));
     s->scores = pf_carve(&at, tile * width * e);
     s->k_copies = pf_carve(&at, copies_keys(context, &call->k) ? tile * s->k_stride * e : 0);
-    s->v_copies = pf_carve(&at, (copies_keys(context, &call->v) ? tile : pf_min(tile, lanes)) * s->v_stride * e);
+    s->v_copies =
+        pf_carve(&at, (copies_keys(context, &call->v) ? tile : pf_min(tile, lanes)) * s->v_stride * e);
     s->k_rows = pf_carve(&at, tile * (int64_t)sizeof(void *));
     s->v_rows = pf_carve(&at, tile * (int64_t)sizeof(void *));
     s->q_rows = pf_carve(&at, width * (int64_t)sizeof(void *));
@@ -75,8 +77,8 @@ int64_t pf_prefill_scratch_bytes(const pf_context *context) {
     return carve(context, 0, &scratch);
 }
 
-static pf_block make_block(const pf_context *context, const pf_sequence *sequence, int64_t kv_head, int64_t first,
-                           int64_t num_rows, double value_factor) {
+static pf_block make_block(const pf_context *context, const pf_sequence *sequence, int64_t kv_head,
+                           int64_t first, int64_t num_rows, double value_factor) {
     pf_block block = {.context = context,
                       .sequence = sequence,
                       .kv_head = kv_head,
@@ -90,10 +92,13 @@ static pf_block make_block(const pf_context *context, const pf_sequence *sequenc
 
 static pf_panel get_panel(const pf_block *block, int64_t p) {
     const int64_t lanes = block->context->kernels->lanes;
-    const int64_t base = block->num_vectors / block->num_panels, wider = block->num_vectors % block->num_panels;
-    pf_panel panel = {.first_vector = p * base + pf_min(p, wider), .num_vectors = (int32_t)(base + (p < wider))};
+    const int64_t base = block->num_vectors / block->num_panels,
+                  wider = block->num_vectors % block->num_panels;
+    pf_panel panel = {.first_vector = p * base + pf_min(p, wider),
+                      .num_vectors = (int32_t)(base + (p < wider))};
     panel.first_row = block->first + panel.first_vector * lanes;
-    panel.num_rows = (int32_t)pf_min(panel.num_vectors * lanes, block->first + block->num_rows - panel.first_row);
+    panel.num_rows =
+        (int32_t)pf_min(panel.num_vectors * lanes, block->first + block->num_rows - panel.first_row);
     return panel;
 }
 
@@ -136,8 +141,8 @@ static void fetch_rows(const pf_context *context, const pf_tensor *t, const pf_b
 }
 
 /* One step of the recurrence for one panel: the keys of a tile that any of its rows sees. */
-static void step_panel(const pf_context *context, const pf_scratch *s, const pf_block *block, const pf_panel *panel,
-                       const pf_state *state, pf_span keys) {
+static void step_panel(const pf_context *context, const pf_scratch *s, const pf_block *block,
+                       const pf_panel *panel, const pf_state *state, pf_span keys) {
     const pf_attention_call *call = context->call;
     const int64_t first = panel->first_row, end = first + panel->num_rows;
     const pf_span any = pf_clip(pf_rows_any(call, block->sequence, first, end), keys.lo, keys.hi);
@@ -174,17 +179,18 @@ static void run_split(const pf_context *context, const pf_scratch *s, const pf_b
                       pf_span split) {
     const pf_attention_call *call = context->call;
     /* Smaller values need room for copies, which not every call has: there is some for a few keys. */
-    const int64_t tile = block->value_factor == 1.0 ? context->plan.tile_prefill
-                                                    : pf_min(context->plan.tile_prefill, context->kernels->lanes);
+    const int64_t tile = block->value_factor == 1.0
+                             ? context->plan.tile_prefill
+                             : pf_min(context->plan.tile_prefill, context->kernels->lanes);
     const pf_state_shape shape = block_shape(context, block->num_rows);
     context->kernels->state_reset(state.m, state.l, shape.num_rows, state.o, shape.num_outputs);
-    const pf_span any =
-        pf_clip(pf_rows_any(call, block->sequence, block->first, block->first + block->num_rows), split.lo, split.hi);
+    const pf_span any = pf_clip(
+        pf_rows_any(call, block->sequence, block->first, block->first + block->num_rows), split.lo, split.hi);
     for (int64_t lo = split.lo + (any.lo - split.lo) / tile * tile; lo < any.hi; lo += tile) {
         const pf_span keys = pf_clip(any, lo, lo + tile);
         fetch_rows(context, &call->k, block, keys, call->head_dim, 1.0, s->k_copies, s->k_stride, s->k_rows);
-        fetch_rows(context, &call->v, block, keys, call->head_dim_v, block->value_factor, s->v_copies, s->v_stride,
-                   s->v_rows);
+        fetch_rows(context, &call->v, block, keys, call->head_dim_v, block->value_factor, s->v_copies,
+                   s->v_stride, s->v_rows);
         for (int64_t p = 0; p < block->num_panels; p++) {
             const pf_panel panel = get_panel(block, p);
             const pf_state part = panel_state(block, &state, &panel);
@@ -200,14 +206,16 @@ static void merge_block(const void *owner, pf_state into, pf_state from) {
         const pf_panel panel = get_panel(block, p);
         const pf_state a = panel_state(block, &into, &panel), b = panel_state(block, &from, &panel);
         const int64_t width = (int64_t)panel.num_vectors * block->context->kernels->lanes;
-        block->context->kernels->state_merge(a.m, a.l, a.o, b.m, b.l, b.o, width, block->context->call->head_dim_v, 1,
-                                             width, block->context->scale.log2);
+        block->context->kernels->state_merge(a.m, a.l, a.o, b.m, b.l, b.o, width,
+                                             block->context->call->head_dim_v, 1, width,
+                                             block->context->scale.log2);
     }
 }
 
 static void run_rows(const pf_context *context, const pf_scratch *s, const pf_block *block);
 
-static void finish_block(const pf_context *context, const pf_scratch *s, const pf_block *block, pf_state state) {
+static void finish_block(const pf_context *context, const pf_scratch *s, const pf_block *block,
+                         pf_state state) {
     const int64_t lanes = context->kernels->lanes, end = block->first + block->num_rows;
     const pf_span touched = pf_rows_any(context->call, block->sequence, block->first, end);
     int all_finite = 1;
@@ -215,14 +223,14 @@ static void finish_block(const pf_context *context, const pf_scratch *s, const p
         const pf_panel panel = get_panel(block, p);
         const pf_state part = panel_state(block, &state, &panel);
         for (int32_t vector = 0; vector < panel.num_vectors; vector++) {
-            context->kernels->unpack_rows(part.o, panel.num_vectors, vector, context->call->head_dim_v, s->rows,
-                                          s->row_stride);
+            context->kernels->unpack_rows(part.o, panel.num_vectors, vector, context->call->head_dim_v,
+                                          s->rows, s->row_stride);
             for (int64_t w = 0; w < lanes && panel.first_row + vector * lanes + w < end; w++) {
                 const int64_t lane = vector * lanes + w, row = panel.first_row + lane;
                 const double m = pf_real_at(context, part.m, lane), l = pf_real_at(context, part.l, lane);
                 char *o = (char *)s->rows + w * s->row_stride * context->elem_bytes;
-                const int finite =
-                    pf_finish_row(context, block->sequence, block->kv_head, row, o, m, l, block->value_factor);
+                const int finite = pf_finish_row(context, block->sequence, block->kv_head, row, o, m, l,
+                                                 block->value_factor);
                 s->retry[row - block->first] =
                     finite ? 0.0
                            : pf_retry_factor(context, block->sequence, block->kv_head, row, l, touched,
@@ -233,7 +241,8 @@ static void finish_block(const pf_context *context, const pf_scratch *s, const p
     }
     for (int64_t r = 0; !all_finite && r < block->num_rows; r++) {
         const double factor = s->retry[r]; /* a retry of row 0 writes this place */
-        const pf_block alone = make_block(context, block->sequence, block->kv_head, block->first + r, 1, factor);
+        const pf_block alone =
+            make_block(context, block->sequence, block->kv_head, block->first + r, 1, factor);
         if (factor != 0.0)
             run_rows(context, s, &alone);
     }
@@ -266,7 +275,8 @@ void pf_prefill_run(pf_context *context, char *base) {
         item -= context->prefill_start[b];
         /* Head by head, so that neighbours in time read the same keys; inside a head the last rows
          * first, which see the most keys under a causal mask. */
-        const int64_t kv_head = item / num_blocks, first = (num_blocks - 1 - item % num_blocks) * context->plan.block_rows;
+        const int64_t kv_head = item / num_blocks,
+                      first = (num_blocks - 1 - item % num_blocks) * context->plan.block_rows;
         const int64_t num_rows = pf_min(context->plan.block_rows, sequence.num_rows - first);
         const pf_block block = make_block(context, &sequence, kv_head, first, num_rows, 1.0);
         run_rows(context, &scratch, &block);

@@ -57,7 +57,8 @@ PF_INLINE void V(dot_rows)(const int num_keys, const int num_rows, const int32_t
     } else if (num_keys == 4) {
         PF_UNROLL
         for (int r = 0; r < num_rows; r++)
-            V(reduce_add4)(scores + r * block->scores_stride, 1, sums[0][r], sums[1][r], sums[2][r], sums[3][r]);
+            V(reduce_add4)(scores + r * block->scores_stride, 1, sums[0][r], sums[1][r], sums[2][r],
+                           sums[3][r]);
     } else {
         PF_UNROLL
         for (int r = 0; r < num_rows; r++) {
@@ -68,7 +69,8 @@ PF_INLINE void V(dot_rows)(const int num_keys, const int num_rows, const int32_t
     }
 }
 
-PF_INLINE void V(score_block)(const int num_rows, const int32_t dtype, const pf_decode_block *block, int64_t row) {
+PF_INLINE void V(score_block)(const int num_rows, const int32_t dtype, const pf_decode_block *block,
+                              int64_t row) {
     const int num_keys = block->key_hi - block->key_lo;
     const int step = num_rows == 4 ? 2 : 4;
     const int64_t row_bytes = block->head_dim * pf_dtype_size(dtype);
@@ -123,9 +125,11 @@ static void V(decode_weights)(const pf_decode_block *block) {
 }
 
 /* Adds num_keys weighted values to num_rows outputs, num_vectors columns of lanes at a time. */
-PF_INLINE void V(add_values)(const int num_keys, const int num_rows, const int num_vectors, const int32_t dtype,
-                             const pf_decode_block *block, int64_t key, int64_t row, int64_t column) {
-    const V(elem) *weights = (const V(elem) *)block->scores + row * block->scores_stride + block->key_lo + key;
+PF_INLINE void V(add_values)(const int num_keys, const int num_rows, const int num_vectors,
+                             const int32_t dtype, const pf_decode_block *block, int64_t key, int64_t row,
+                             int64_t column) {
+    const V(elem) *weights =
+        (const V(elem) *)block->scores + row * block->scores_stride + block->key_lo + key;
     V(elem) *o = (V(elem) *)block->o + row * block->o_stride + column;
     const int64_t left = block->head_dim_v - column;
     V(vec) sums[4][2];
@@ -168,7 +172,8 @@ PF_INLINE void V(value_row)(const int num_keys, const int num_rows, const int32_
         V(add_values)(num_keys, num_rows, 1, dtype, block, key, row, column);
 }
 
-PF_INLINE void V(value_block)(const int num_rows, const int32_t dtype, const pf_decode_block *block, int64_t row) {
+PF_INLINE void V(value_block)(const int num_rows, const int32_t dtype, const pf_decode_block *block,
+                              int64_t row) {
     const int num_keys = block->key_hi - block->key_lo;
     const int64_t row_bytes = block->head_dim_v * pf_dtype_size(dtype);
     int key = 0;

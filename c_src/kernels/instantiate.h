@@ -41,13 +41,21 @@ static void f64_decode_block(const pf_decode_block *block) {
 
 #define PF_KERNELS(real)                                                                                     \
     {                                                                                                        \
-        .lanes = real##_LANES, .panel_vectors = real##_PANEL_VECTORS,                                        \
-        .prefill_tile_keys = PF_PREFILL_TILE_KEYS, .prefill_tile = real##_prefill_tile,                      \
-        .decode_block = real##_decode_block, .state_reset = real##_state_reset,                              \
-        .state_merge = real##_state_merge, .state_scale = real##_state_scale,                                \
-        .pack_queries = real##_pack_queries, .unpack_rows = real##_unpack_rows, .load_row = real##_load_row, \
-        .store_row = real##_store_row, .exp2_array = real##_exp2_array,                                      \
-        .transpose = real##_transpose_square, .reduce = real##_reduce,                                       \
+        .lanes = real##_LANES,                                                                               \
+        .panel_vectors = real##_PANEL_VECTORS,                                                               \
+        .prefill_tile_keys = PF_PREFILL_TILE_KEYS,                                                           \
+        .prefill_tile = real##_prefill_tile,                                                                 \
+        .decode_block = real##_decode_block,                                                                 \
+        .state_reset = real##_state_reset,                                                                   \
+        .state_merge = real##_state_merge,                                                                   \
+        .state_scale = real##_state_scale,                                                                   \
+        .pack_queries = real##_pack_queries,                                                                 \
+        .unpack_rows = real##_unpack_rows,                                                                   \
+        .load_row = real##_load_row,                                                                         \
+        .store_row = real##_store_row,                                                                       \
+        .exp2_array = real##_exp2_array,                                                                     \
+        .transpose = real##_transpose_square,                                                                \
+        .reduce = real##_reduce,                                                                             \
     }
 
 const pf_kernel_table PF_TABLE = {{PF_KERNELS(f32), PF_KERNELS(f64)}};

@@ -7,11 +7,11 @@
 /* Scores of num_rows keys; returns their maximum per lane in `top`. Each score is one chain of
  * fused operations in the order of the head dimension, whatever stands beside it. */
 PF_INLINE void V(score_rows)(const int num_rows, const int num_vectors, const int masked,
-                             const pf_prefill_tile *tile, int64_t first, const V(vec) *lo, const V(vec) *hi,
-                             V(vec) *top) {
+                             const pf_prefill_tile *tile, int64_t first, const V(vec) * lo, const V(vec) * hi,
+                             V(vec) * top) {
     const int64_t width = (int64_t)num_vectors * V(LANES);
     const V(elem) *q = tile->q;
-    const V(elem) *rows[8];
+    const V(elem) * rows[8];
     V(vec) sums[8][8];
     PF_UNROLL
     for (int r = 0; r < num_rows; r++) {
@@ -51,7 +51,7 @@ PF_INLINE void V(score_rows)(const int num_rows, const int num_vectors, const in
 /* Columns [column, column + num_columns) of the output: the tile's keys are summed from zero, then
  * added to the running sums, so that no sum is a chain over all keys. */
 PF_INLINE void V(value_columns)(const int num_columns, const int num_vectors, const pf_prefill_tile *tile,
-                                int64_t column, const V(vec) *alpha) {
+                                int64_t column, const V(vec) * alpha) {
     const int64_t width = (int64_t)num_vectors * V(LANES);
     const V(elem) *weights = tile->scores;
     V(vec) sums[8][8];

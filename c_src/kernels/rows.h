@@ -9,7 +9,7 @@ PF_INLINE V(vec) V(load_partial)(const void *x, int64_t i, int64_t n, const int3
     return V(load_as)(bytes, 0, dtype);
 }
 
-PF_INLINE void V(load_row_as)(V(elem) *row, const void *x, int64_t stride, int64_t n, const int32_t dtype) {
+PF_INLINE void V(load_row_as)(V(elem) * row, const void *x, int64_t stride, int64_t n, const int32_t dtype) {
     const int64_t size = pf_dtype_size(dtype);
     int64_t d = 0;
     if (stride == 1) {
@@ -45,7 +45,7 @@ static void V(load_row)(void *row, const void *x, int64_t stride, int64_t n, int
     }
 }
 
-PF_INLINE void V(store_row_as)(void *x, int64_t stride, const V(elem) *row, int64_t n, const int32_t dtype) {
+PF_INLINE void V(store_row_as)(void *x, int64_t stride, const V(elem) * row, int64_t n, const int32_t dtype) {
     const int64_t size = pf_dtype_size(dtype);
     int64_t d = 0;
     if (stride == 1)
@@ -104,8 +104,8 @@ static void V(pack_queries)(void *panel, int32_t num_vectors, const void *const 
     }
 }
 
-static void V(unpack_rows)(const void *panel, int32_t num_vectors, int32_t vector, int64_t num_dims, void *rows_,
-                           int64_t row_stride) {
+static void V(unpack_rows)(const void *panel, int32_t num_vectors, int32_t vector, int64_t num_dims,
+                           void *rows_, int64_t row_stride) {
     const int64_t width = (int64_t)num_vectors * V(LANES);
     const V(elem) *lanes = (const V(elem) *)panel + vector * V(LANES);
     V(elem) *rows = rows_;

@@ -119,7 +119,8 @@ static inline f32_vec f32_load_f16(const void *p) {
     return (f32_vec){pf_widen_f16(h[0]), pf_widen_f16(h[1]), pf_widen_f16(h[2]), pf_widen_f16(h[3])};
 }
 static inline void f32_store_f16(void *p, f32_vec v) {
-    const uint16_t h[4] = {pf_narrow_f16(v[0]), pf_narrow_f16(v[1]), pf_narrow_f16(v[2]), pf_narrow_f16(v[3])};
+    const uint16_t h[4] = {pf_narrow_f16(v[0]), pf_narrow_f16(v[1]), pf_narrow_f16(v[2]),
+                           pf_narrow_f16(v[3])};
     __builtin_memcpy(p, h, sizeof h);
 }
 static inline f32_vec f32_load_bf16(const void *p) {
@@ -129,7 +130,8 @@ static inline f32_vec f32_load_bf16(const void *p) {
                      pf_f32_of_bits((uint32_t)h[2] << 16), pf_f32_of_bits((uint32_t)h[3] << 16)};
 }
 static inline void f32_store_bf16(void *p, f32_vec v) {
-    const uint16_t h[4] = {pf_narrow_bf16(v[0]), pf_narrow_bf16(v[1]), pf_narrow_bf16(v[2]), pf_narrow_bf16(v[3])};
+    const uint16_t h[4] = {pf_narrow_bf16(v[0]), pf_narrow_bf16(v[1]), pf_narrow_bf16(v[2]),
+                           pf_narrow_bf16(v[3])};
     __builtin_memcpy(p, h, sizeof h);
 }
 
