@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from . import _args, _args_cache, _backends
-from ._description import Array, Explanation
+from ._description import Array, Backend, Explanation
 from ._errors import invalid, unsupported
 from ._options import attention_options
 
 Result = Array | tuple[Array, Array]
 
 
-def _run(call: _args.Call, backend: _backends.Backend) -> Result:
+def _run(call: _args.Call, backend: Backend) -> Result:
     backend.attention(call.args)
     return call.result()
 

@@ -152,7 +152,7 @@ def paged(
     _checks.index_range(
         "seq_lens", seq_lens, 0, block_table.shape[1] * page_size, "what the block table can hold"
     )
-    check_table(block_table, -(-seq_lens // page_size), num_pages)
+    check_table(block_table, -(-seq_lens.astype(np.int64) // page_size), num_pages)
     index = {"cu_seqlens_q": cu_seqlens_q, "block_table": block_table, "seq_lens": seq_lens}
     if cu_seqlens_q is not None:
         layout, queries = "packed", q[None]
@@ -195,7 +195,9 @@ def _call(
     dtype = _check_types(queries, keys, values, names)
     _check_shapes(queries, keys, values, names)
     batch = queries.shape[0] if index.get("cu_seqlens_q") is None else index["cu_seqlens_q"].shape[0] - 1
-    out = _provide_out(q, queries, keys, values, layout, dtype, options["out"], options["out_dtype"], names)
+    inputs = {"q": queries, names[0]: keys, names[1]: values, **index, "q_offset": options["q_offset"]}
+    inputs = {name: x for name, x in inputs.items() if isinstance(x, np.ndarray)}
+    out = _provide_out(options["out"], options["out_dtype"], q, (*q.shape[:-1], values.shape[3]), inputs)
     lse = lse_view = None
     if _checks.flag("return_lse", options["return_lse"]):
         lse, lse_view = _provide_lse(q, queries, layout, dtype)
@@ -219,9 +221,7 @@ def _call(
         family=_checks.choice("family", options["family"], (None, "prefill", "decode")),
         isa=_isa(options["isa"]),
         num_threads=_positive("num_threads", options["num_threads"]),
-        workspace=_workspace(
-            options["workspace"], {"q": queries, names[0]: keys, names[1]: values, "out": out}
-        ),
+        workspace=_workspace(options["workspace"], {**inputs, "out": out}),
     )
     if backend == "numpy":
         for name in ("isa", "num_threads", "workspace"):
@@ -259,47 +259,19 @@ def _check_shapes(queries: Array, keys: Array, values: Array, names: tuple[str, 
 
 
 def _provide_out(
-    q: Array,
-    queries: Array,
-    keys: Array,
-    values: Array,
-    layout: str,
-    dtype: _dtypes.DType,
-    out: Any,
-    out_dtype: Any,
-    names: tuple[str, str],
+    out: Any, out_dtype: Any, q: Array, shape: tuple[int, ...], inputs: dict[str, Array]
 ) -> Array:
     """Return the caller's `out`, checked, or a new array in the caller's layout."""
-    shape = (*q.shape[:-1], values.shape[3])
-    wanted = None if out_dtype is None else dtype_named(out_dtype)
+    wanted = None if out_dtype is None else _checks.dtype_named("out_dtype", out_dtype)
     if out is None:
         return np.empty(shape, q.dtype if wanted is None else wanted)
-    out, _ = _checks.float_array("out", out, {len(shape): str(shape)})
-    if out.shape != shape:
-        raise invalid("out", f"shape {out.shape}", f"shape {shape}")
-    if wanted is not None and out.dtype != wanted:
-        raise invalid("out", f"dtype {out.dtype}", f"{wanted}, as out_dtype says")
-    _checks.writable_output("out", out, {"q": queries, names[0]: keys, names[1]: values})
-    return out
-
-
-def dtype_named(value: Any) -> np.dtype[Any]:
-    """Return the NumPy dtype that `out_dtype` names: a name, a NumPy dtype or a scalar type."""
-    dtype = None
-    try:
-        if isinstance(value, str) and value == "bfloat16":
-            dtype = _dtypes.numpy_dtype(value)
-        elif not isinstance(value, np.ndarray):
-            dtype = np.dtype(value)
-    except (TypeError, ValueError, SyntaxError):
-        pass  # not a type, or what NumPy takes for the text of one; refused below
-    except ImportError:
-        raise invalid(
-            "out_dtype", "'bfloat16' without the package ml_dtypes", "ml_dtypes installed"
-        ) from None
-    if dtype is None or _dtypes.lookup(dtype) is None:
-        raise invalid("out_dtype", _checks.describe(value), f"one of {_dtypes.NAMES}")
-    return dtype
+    array, _ = _checks.float_array("out", out, {len(shape): str(shape)})
+    if array.shape != shape:
+        raise invalid("out", f"shape {array.shape}", f"shape {shape}")
+    if wanted is not None and array.dtype != wanted:
+        raise invalid("out", f"dtype {array.dtype}", f"{wanted}, as out_dtype says")
+    _checks.writable_output("out", array, inputs)
+    return array
 
 
 def _canonical_out(out: Array, layout: str) -> Array:
@@ -373,7 +345,7 @@ def _isa(isa: Any) -> str | None:
     return isa
 
 
-def _workspace(workspace: Any, others: dict[str, Array | None]) -> Array | None:
+def _workspace(workspace: Any, others: dict[str, Array]) -> Array | None:
     if workspace is None:
         return None
     array = _checks.plain_array("workspace", workspace, {1: "(num_bytes,)"})

@@ -49,7 +49,9 @@ def merge(out: Any, lse: Any, *, layout: str = "bshd", sinks: Any = None, out_dt
         sinks, _ = _checks.float_array("sinks", sinks, {1: "(num_heads,)"})
         if sinks.shape != (num_heads,):
             raise invalid("sinks", f"shape {sinks.shape}", f"shape (num_heads,) = ({num_heads},)")
-    result = np.empty(out.shape[1:], out.dtype if out_dtype is None else _args.dtype_named(out_dtype))
+    result = np.empty(
+        out.shape[1:], out.dtype if out_dtype is None else _checks.dtype_named("out_dtype", out_dtype)
+    )
     result_lse = np.empty((batch, num_heads, seqlen), lse.dtype)
     args = MergeArgs(
         parts=parts,
@@ -84,7 +86,9 @@ def append(
         for name, x in (("k_cache", k_cache), ("v_cache", v_cache))
     ]
     _check_append_shapes(k, v, *caches)
-    inputs = {n: x for n, x in (("k", k), ("v", v), ("cos", cos), ("sin", sin)) if isinstance(x, np.ndarray)}
+    given = {"k": k, "v": v, "cos": cos, "sin": sin, "slots": slots}
+    given |= {"block_table": block_table, "seq_lens": seq_lens, "cu_seqlens": cu_seqlens}
+    inputs = {name: x for name, x in given.items() if isinstance(x, np.ndarray)}
     _checks.writable_output("k_cache", caches[0], inputs)
     _checks.writable_output("v_cache", caches[1], {**inputs, "k_cache": caches[0]})
     if (slots is None) == (seq_lens is None):
@@ -106,8 +110,9 @@ def append(
         slots, positions = _slots_of_sequences(k, caches[0], block_table, seq_lens, cu_seqlens)
     interleaved = _checks.flag("interleaved", interleaved)
     cos, sin = _rotation(cos, sin, k.shape[-1], positions, len(slots))
-    tokens = [x.reshape(-1, *x.shape[-2:]) if x.ndim == 4 else x for x in (k, v)]
-    return AppendArgs(*tokens, *caches, slots.astype(np.int64), cos, sin, interleaved)
+    if k.ndim == 4:
+        k, v = (x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]) for x in (k, v))
+    return AppendArgs(k, v, caches[0], caches[1], slots.astype(np.int64), cos, sin, interleaved)
 
 
 def _check_append_shapes(k: Array, v: Array, k_cache: Array, v_cache: Array) -> None:

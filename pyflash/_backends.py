@@ -80,12 +80,16 @@ class use_backend:  # noqa: N801 - used like a function
 
     def __init__(self, name: str) -> None:
         resolve(_checks.choice("name", name, (*MODULES, AUTO)))
-        self._token = _current.set(name)
+        self._name = name
+        self._token: contextvars.Token[str | None] | None = _current.set(name)
 
     def __enter__(self) -> None:
-        return None
+        if self._token is None:  # a second block with the same object
+            self._token = _current.set(self._name)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        _current.reset(self._token)
+        if self._token is not None:
+            _current.reset(self._token)
+        self._token = None

@@ -63,7 +63,8 @@ def choose_isa(isa: str | None) -> tuple[str, str]:
     if isa not in supported_isas():
         if isa in compiled_isas():
             raise UnsupportedError(
-                f"{source}: {isa!r} is not supported by this machine; available: {', '.join(supported_isas())}"
+                f"{source}: {isa!r} is not supported by this machine; "
+                f"available: {', '.join(supported_isas())}"
             )
         raise invalid(source, repr(isa), "one of " + ", ".join(map(repr, supported_isas())))
     return isa, f"asked for by {source}"
@@ -76,9 +77,19 @@ def default_threads() -> int | None:
     text = os.environ.get("PYFLASH_NUM_THREADS")
     if not text:
         return None
-    if not text.isdecimal() or not 1 <= int(text) < 2**31:
+    if not text.isdecimal() or len(text) > 9 or int(text) < 1:
         raise invalid("PYFLASH_NUM_THREADS", repr(text), "an integer, at least 1")
     return int(text)
+
+
+def openmp_version() -> int:
+    """Return the version date of OpenMP in this build, 0 for a serial one."""
+    return int(lib.pf_openmp_version())
+
+
+def max_threads() -> int:
+    """Return the threads that OpenMP would use now, at most the processors of this process."""
+    return int(lib.pf_max_threads())
 
 
 def _threads(num_threads: int | None) -> int:

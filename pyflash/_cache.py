@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from . import _backends, _checks, _dtypes
+from . import _backends, _checks
 from ._description import Array
 from ._errors import invalid
 from ._pages import PageTable
@@ -122,7 +122,7 @@ class PagedKVCache:
         )
         widths = (head_dim, head_dim if head_dim_v is None else head_dim_v)
         self.k_cache, self.v_cache = (
-            self._pool((*shape, _checks.integer(name, width, 1)), _cache_dtype(dtype))
+            self._pool((*shape, _checks.integer(name, width, 1)), _checks.dtype_named("dtype", dtype))
             for name, width in zip(("head_dim", "head_dim_v"), widths, strict=True)
         )
         self._pages = PageTable(self.num_pages, self.page_size)
@@ -309,7 +309,10 @@ class PagedKVCache:
         if self.cache_layout == "hnd":
             layers, pages, page_size, heads, width = shape
             shape = (layers, pages, heads, page_size, width)
-        return np.zeros(shape, dtype)
+        try:
+            return np.zeros(shape, dtype)
+        except ValueError:  # more than an address can reach
+            raise invalid("num_pages", f"a pool of shape {shape}", "one that fits into memory") from None
 
     def _by_token(self, pool: Array) -> Array:
         """Return a view of a pool (or a layer of it) with the token axis before the head axis."""
@@ -318,14 +321,3 @@ class PagedKVCache:
     def _copy_page(self, source: int, target: int, num_tokens: int) -> None:
         for pool in (self._by_token(self.k_cache), self._by_token(self.v_cache)):
             pool[:, target, :num_tokens] = pool[:, source, :num_tokens]
-
-
-def _cache_dtype(dtype: Any) -> np.dtype[Any]:
-    """Return the NumPy dtype of a name or dtype that a cache may have."""
-    try:
-        found = np.dtype(dtype) if dtype != "bfloat16" else _dtypes.numpy_dtype("bfloat16")
-    except (TypeError, ImportError):
-        found = None
-    if found is None or _dtypes.lookup(found) is None:
-        raise invalid("dtype", repr(dtype), f"one of {_dtypes.NAMES}")
-    return found

@@ -57,6 +57,23 @@ def float_array(name: str, value: object, axes: dict[int, str]) -> tuple[Array, 
     return array, dtype
 
 
+def dtype_named(name: str, value: object) -> np.dtype[Any]:
+    """Return the NumPy dtype that a name, a NumPy dtype or a scalar type stands for."""
+    dtype = None
+    try:
+        if isinstance(value, str) and value == "bfloat16":
+            dtype = _dtypes.numpy_dtype(value)
+        elif value is not None and not isinstance(value, np.ndarray):
+            dtype = np.dtype(value)  # type: ignore[call-overload]
+    except (TypeError, ValueError, SyntaxError):
+        pass  # not a type, or what NumPy takes for the text of one; refused below
+    except ImportError:
+        raise invalid(name, "'bfloat16' without the package ml_dtypes", "ml_dtypes installed") from None
+    if dtype is None or _dtypes.lookup(dtype) is None:
+        raise invalid(name, describe(value), f"one of {_dtypes.NAMES}")
+    return dtype
+
+
 def index_array(name: str, value: object, shape: tuple[int | None, ...], meaning: str) -> Array:
     """Return an array of int32 or int64 of the given shape (None: any length)."""
     array = plain_array(name, value, {len(shape): meaning})
@@ -135,14 +152,14 @@ def flag(name: str, value: object) -> bool:
     raise invalid(name, describe(value), "True or False")
 
 
-def writable_output(name: str, array: Array, inputs: dict[str, Array | None]) -> None:
+def writable_output(name: str, array: Array, inputs: dict[str, Array]) -> None:
     """Refuse an output that is read-only, overlaps an input, or overlaps itself."""
     if not array.flags.writeable:
         raise invalid(name, "a read-only array", "a writable array")
     if overlaps_itself(array):
         raise invalid(name, f"strides {array.strides}", "an array whose elements have places of their own")
     for other_name, other in inputs.items():
-        if other is not None and may_overlap(array, other):
+        if may_overlap(array, other):
             raise invalid(name, f"memory that it shares with {other_name}", "memory of its own")
 
 
@@ -151,7 +168,7 @@ def may_overlap(a: Array, b: Array) -> bool:
     if not np.may_share_memory(a, b):
         return False
     try:
-        return bool(np.shares_memory(a, b, max_work=10_000))
+        return bool(np.shares_memory(a, b, max_work=10_000))  # type: ignore[arg-type]
     except np.exceptions.TooHardError:
         return True
 

@@ -48,4 +48,5 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
         return np.dtype(name)
     if "ml_dtypes" not in sys.modules:
         __import__("ml_dtypes")
-    return np.dtype(sys.modules["ml_dtypes"].bfloat16)
+    bfloat16: np.dtype[Any] = np.dtype(sys.modules["ml_dtypes"].bfloat16)
+    return bfloat16

@@ -38,6 +38,8 @@ from ._state import (
 TILE = 128
 #: Keys per split of a decode; the borders are fixed, so that the result doesn't depend on workers.
 DECODE_SPLIT = 512
+#: What values are multiplied by where their sum is infinite: no sum of fewer than 2^40 can be then.
+SMALLER_VALUES = 2.0**-40
 #: Query rows per block of a prefill; a decode has no more than DECODE_MAX_ROWS to begin with. Few
 #: enough that BLAS, which starts its threads above some 2^18 multiplications, mostly doesn't: for
 #: products this small they cost more than they bring, on busy cores by a factor of ten.
@@ -154,17 +156,11 @@ class NumpyBackend:
 
     def merge_states(self, args: MergeArgs) -> None:
         """Fill ``args.out`` and ``args.lse``; a part is the state with l = 1 and its lse as m."""
-
-        def as_state(part: Array, part_lse: Array) -> State:
-            m = part_lse.swapaxes(1, 2).astype(np.float64)  # (batch, seqlen, num_heads), as part
-            return State(m, np.where(m == -np.inf, 0.0, 1.0), part.astype(np.float64))
-
         with quiet():
-            state = state_merge_tree(map(as_state, args.parts, args.part_lse))
-            out, lse = state_finish(state, seen=state.m != -np.inf)
-            if args.sinks is not None:
-                state = with_sinks(state, args.sinks.astype(np.float64))
-                out, _ = state_finish(state, seen=state.m != -np.inf)
+            out, lse = _merged(args, 1.0)
+            if not np.isfinite(out).all():
+                smaller, _ = _merged(args, SMALLER_VALUES)
+                out = np.where(np.isfinite(out), out, smaller)
             args.out[...] = out.astype(args.out.dtype)
             args.lse[...] = lse.swapaxes(1, 2)
 
@@ -215,7 +211,37 @@ class NumpyBackend:
         )
 
 
+def _merged(args: MergeArgs, value_factor: float) -> tuple[Array, Array]:
+    """Return out and lse, ``(batch, seqlen, num_heads)``, of merged parts."""
+    m = args.part_lse.swapaxes(2, 3).astype(np.float64)  # axes as those of the parts
+    parts = args.parts.astype(np.float64) * value_factor
+    empty = m == -np.inf
+    states = (
+        State(m_i, np.where(empty_i, 0.0, 1.0), np.where(empty_i[..., np.newaxis], 0.0, part))
+        for m_i, empty_i, part in zip(m, empty, parts, strict=True)
+    )
+    state = state_merge_tree(states)
+    _, lse = state_finish(state, seen=state.m != -np.inf)
+    if args.sinks is not None:
+        state = with_sinks(state, args.sinks.astype(np.float64))
+    out, _ = state_finish(state, seen=state.m != -np.inf)
+    # All scores of such parts were -inf. A score in another part makes that a weight of 0; where
+    # there is none, the union is what they are: softmax of nothing but -inf.
+    broken = (empty & ~np.isfinite(parts).all(axis=-1)).any(axis=0) & empty.all(axis=0)
+    return np.where(broken[..., np.newaxis], np.nan, out) / value_factor, lse
+
+
 def _attend(args: AttentionArgs, block: RowBlock, cut: Plan) -> tuple[Array, Array]:
+    """Return out and lse of a block of rows."""
+    out, lse = _folded(args, block, cut, 1.0)
+    if not np.isfinite(out).all():
+        # Finite values near the largest number may have an infinite sum, though not an infinite mean.
+        smaller, _ = _folded(args, block, cut, SMALLER_VALUES)
+        out = np.where(np.isfinite(out), out, smaller)
+    return out, lse
+
+
+def _folded(args: AttentionArgs, block: RowBlock, cut: Plan, value_factor: float) -> tuple[Array, Array]:
     """Return out and lse of a block of rows: fold the tiles of each split, merge the splits."""
     q = load_q(args, block)
     seen = np.zeros(cut.rows, dtype=bool)
@@ -224,12 +250,13 @@ def _attend(args: AttentionArgs, block: RowBlock, cut: Plan) -> tuple[Array, Arr
         state = state_empty(cut.rows, args.v.shape[3])
         for key, visible in key_tiles(args, block, *border, cut.tile):
             k, v = load_keys(args, block, key)
-            state = state_update(state, scores(args, q, k), v, visible)
+            state = state_update(state, scores(args, q, k), v * value_factor, visible)
             seen[visible.any(axis=1)] = True
         return state
 
     state = state_merge_tree(map(fold, cut.borders))
-    return state_finish(state, seen)
+    out, lse = state_finish(state, seen)
+    return out / value_factor, lse
 
 
 def _rotated(k: Array, cos: Array, sin: Array, interleaved: bool) -> Array:

@@ -158,9 +158,9 @@ class Reservation:
         """Return how many tokens each sequence gets, and refuse a sequence that comes twice."""
         if len(set(self.seqs)) != len(self.seqs):
             raise invalid("seqs", self.seqs, "each sequence at most once")
-        if not isinstance(num_tokens, Iterable):
-            num_tokens = [num_tokens] * len(self.seqs)
-        counts = [_checks.integer("num_tokens", count, 0) for count in num_tokens]
+        counts = _integers("num_tokens", num_tokens, 0)
+        if isinstance(counts, int):
+            counts = [counts] * len(self.seqs)
         if len(counts) != len(self.seqs):
             raise invalid("num_tokens", f"{len(counts)} numbers", f"one or {len(self.seqs)}")
         return counts
@@ -188,6 +188,12 @@ def table_of(rows: list[list[int]]) -> Array:
 
 
 def sequence_list(seqs: Sequences) -> list[int]:
-    if isinstance(seqs, Iterable):
-        return [_checks.integer("seqs", seq) for seq in seqs]
-    return [_checks.integer("seqs", seqs)]
+    found = _integers("seqs", seqs)
+    return [found] if isinstance(found, int) else found
+
+
+def _integers(name: str, value: int | Iterable[int], low: int | None = None) -> int | list[int]:
+    """Return one checked integer or a list of them; a 0-d array, which calls itself iterable, is refused."""
+    if isinstance(value, Iterable) and not (isinstance(value, np.ndarray) and value.ndim == 0):
+        return [_checks.integer(name, one, low) for one in value]
+    return _checks.integer(name, value, low)

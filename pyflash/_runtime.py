@@ -41,15 +41,13 @@ def _c_lines() -> list[tuple[str, str]]:
     lines = [("instruction set", f"{isa} ({why})"), ("available", ", ".join(_c.supported_isas()))]
     if missing:
         lines.append(("not on this CPU", ", ".join(missing)))
-    version = _c.lib.pf_openmp_version()
+    version = _c.openmp_version()
     lines.append(
         ("OpenMP", str(version) if version else "none: a serial build, every call runs on one thread")
     )
     threads = _c.default_threads()
     if threads is None:
-        lines.append(
-            ("threads", f"{_c.lib.pf_max_threads()} (OpenMP's default, at most the CPUs of this process)")
-        )
+        lines.append(("threads", f"{_c.max_threads()} (OpenMP's default, at most the CPUs of this process)"))
     else:
         source = "PYFLASH_NUM_THREADS" if os.environ.get("PYFLASH_NUM_THREADS") else "this process was forked"
         lines.append(("threads", f"{threads} ({source})"))

@@ -18,9 +18,10 @@ typedef struct pf_scratch {
     void *v_copies; /* [tile][o_stride] */
     const void **k_rows, **v_rows;
     int32_t *lo, *hi;
-    char *states[3];     /* for whole items, the first partial item, the last partial item */
-    void *value;         /* one row of values */
-    char *chunk;         /* one more state, for splits of more keys than may be one sum */
+    char *states[3]; /* for whole items, the first partial item, the last partial item */
+    pf_retry_scratch retry;
+    void *alpha;         /* [rows] */
+    void *sums;          /* [rows][o_stride] */
     pf_partial *partial; /* first and last partial item of this thread */
     int64_t q_stride, o_stride, scores_stride;
 } pf_scratch;
@@ -66,8 +67,9 @@ static int64_t carve(const pf_context *context, char *base, pf_scratch *s) {
     s->hi = pf_carve(&at, rows * (int64_t)sizeof(int32_t));
     for (int i = 0; i < 3; i++)
         s->states[i] = pf_carve(&at, states);
-    s->value = pf_carve(&at, s->o_stride * e);
-    s->chunk = pf_carve(&at, pf_state_bytes(&shape));
+    pf_carve_retry(context, &at, &s->retry);
+    s->alpha = pf_carve(&at, rows * e);
+    s->sums = pf_carve(&at, rows * s->o_stride * e);
     s->partial = pf_carve(&at, 2 * (int64_t)sizeof(pf_partial));
     return at - base;
 }
@@ -128,14 +130,15 @@ static int64_t fetch_rows(const pf_item *item, const pf_tensor *t, int64_t lo, i
     return 0;
 }
 
-/* The recurrence over at most PF_DECODE_SPLIT_KEYS keys, from the empty state. */
-static void run_chunk(const pf_scratch *s, const pf_item *item, pf_span keys, pf_state state) {
+/* The recurrence over one split of the keys, from the empty state. */
+static void run_split(const pf_scratch *s, const pf_item *item, int64_t split, pf_state state) {
     const pf_context *context = item->context;
     const pf_attention_call *call = context->call;
     const int copies = copies_keys(call, item->value_factor);
     const int64_t tile = item->value_factor == 1.0 ? context->plan.tile_decode
                                                    : pf_min(context->plan.tile_decode, RETRY_TILE_KEYS);
     const int64_t end_row = item->first + item->num_rows;
+    const pf_span keys = {pf_split_lo(item->sequence, split), pf_split_lo(item->sequence, split + 1)};
     const pf_span any = pf_clip(pf_rows_any(call, item->sequence, item->first, end_row), keys.lo, keys.hi);
     const pf_span all = pf_rows_all(call, item->sequence, item->first, end_row);
     context->kernels->state_reset(state.m, state.l, item->num_rows, state.o, item->num_rows * s->o_stride);
@@ -146,6 +149,8 @@ static void run_chunk(const pf_scratch *s, const pf_item *item, pf_span keys, pf
                              .m = state.m,
                              .l = state.l,
                              .o = state.o,
+                             .alpha = s->alpha,
+                             .sums = s->sums,
                              .q_stride = s->q_stride,
                              .scores_stride = s->scores_stride,
                              .o_stride = s->o_stride,
@@ -178,20 +183,6 @@ static void run_chunk(const pf_scratch *s, const pf_item *item, pf_span keys, pf
     }
 }
 
-/* One split. A kernel adds up all keys that it gets in one chain, so a long split is several sums. */
-static void run_split(const pf_scratch *s, const pf_item *item, int64_t split, pf_state state) {
-    const int64_t end = pf_split_lo(item->sequence, split + 1);
-    pf_span keys = {pf_split_lo(item->sequence, split), 0};
-    keys.hi = pf_min(keys.lo + PF_DECODE_SPLIT_KEYS, end);
-    run_chunk(s, item, keys, state);
-    pf_tree chunk = make_tree(item, s->chunk);
-    while (keys.hi < end) {
-        keys = (pf_span){keys.hi, pf_min(keys.hi + PF_DECODE_SPLIT_KEYS, end)};
-        run_chunk(s, item, keys, pf_tree_next(&chunk));
-        merge_rows(item, state, pf_tree_next(&chunk));
-    }
-}
-
 static void run_splits(const pf_scratch *s, const pf_item *item, int64_t first, int64_t end, pf_tree *tree) {
     load_queries(s, item);
     for (int64_t split = first; split < end; split++) {
@@ -203,7 +194,8 @@ static void run_splits(const pf_scratch *s, const pf_item *item, int64_t first, 
 static void finish_item(const pf_scratch *s, const pf_item *item, pf_state state) {
     const pf_context *context = item->context;
     const pf_sequence *sequence = item->sequence;
-    const pf_span touched = pf_rows_any(context->call, sequence, item->first, item->first + item->num_rows);
+    pf_retry_scratch scratch = s->retry;
+    scratch.touched = pf_rows_any(context->call, sequence, item->first, item->first + item->num_rows);
     double retry[PF_DECODE_MAX_ROWS];
     for (int32_t r = 0; r < item->num_rows; r++) {
         const double m = pf_real_at(context, state.m, r), l = pf_real_at(context, state.l, r);
@@ -211,8 +203,8 @@ static void finish_item(const pf_scratch *s, const pf_item *item, pf_state state
         const int64_t row = item->first + r;
         retry[r] = 0;
         if (!pf_finish_row(context, sequence, item->kv_head, row, o, m, l, item->value_factor))
-            retry[r] = pf_retry_factor(context, sequence, item->kv_head, row, l, touched, item->value_factor,
-                                       s->value);
+            retry[r] =
+                pf_retry_factor(context, sequence, item->kv_head, row, o, l, item->value_factor, &scratch);
     }
     for (int32_t r = 0; r < item->num_rows; r++) {
         if (retry[r] == 0.0)

@@ -57,10 +57,21 @@ void pf_count_tiles(pf_context *context);
 int pf_finish_row(const pf_context *context, const pf_sequence *sequence, int64_t kv_head, int64_t row,
                   void *o, double m, double l, double value_factor);
 
-/* finish.c: how a row that is not finite is to be computed again, alone: with which value_factor, or
- * 0 for not at all. `touched` are the keys that its tiles read, `scratch` holds one row of values. */
+/* What pf_retry_factor needs: the keys that the tiles of a group of rows read, and, from the first
+ * time that it is asked for, which columns of their values are finite. */
+typedef struct pf_retry_scratch {
+    pf_span touched;
+    int columns_known;
+    char *column_finite; /* [head_dim_v] */
+    void *value;         /* one row of values */
+} pf_retry_scratch;
+
+void pf_carve_retry(const pf_context *context, char **at, pf_retry_scratch *scratch);
+
+/* finish.c: how a row whose outputs o are not finite is to be computed again, alone: with which
+ * value_factor, or 0 for not at all. */
 double pf_retry_factor(const pf_context *context, const pf_sequence *sequence, int64_t kv_head, int64_t row,
-                       double l, pf_span touched, double value_factor, void *scratch);
+                       const void *o, double l, double value_factor, pf_retry_scratch *scratch);
 
 /* prefill.c and decode.c: scratch memory of one thread, and the work. */
 int64_t pf_prefill_scratch_bytes(const pf_context *context);

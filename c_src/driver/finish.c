@@ -31,29 +31,44 @@ int pf_finish_row(const pf_context *context, const pf_sequence *sequence, int64_
 /* Sums of values below the largest number cannot overflow before 2^40 keys. */
 #define SMALLER_VALUES 0x1p-40
 
-static int values_finite(const pf_context *context, const pf_sequence *sequence, int64_t kv_head,
-                         pf_span keys, void *scratch) {
+void pf_carve_retry(const pf_context *context, char **at, pf_retry_scratch *scratch) {
+    scratch->columns_known = 0;
+    scratch->column_finite = pf_carve(at, context->call->head_dim_v);
+    scratch->value = pf_carve(at, context->call->head_dim_v * context->elem_bytes);
+}
+
+static void find_finite_columns(const pf_context *context, const pf_sequence *sequence, int64_t kv_head,
+                                pf_retry_scratch *scratch) {
     const pf_attention_call *call = context->call;
-    int finite = 1;
-    for (int64_t j = keys.lo; finite && j < keys.hi; j++) {
+    for (int64_t d = 0; d < call->head_dim_v; d++)
+        scratch->column_finite[d] = 1;
+    for (int64_t j = scratch->touched.lo; j < scratch->touched.hi; j++) {
         const void *value = 0;
         pf_key_rows(call, &call->v, sequence, kv_head, j, j + 1, &value);
-        context->kernels->load_row(scratch, value, call->v.stride_dim, call->head_dim_v, call->v.dtype);
-        finite = context->kernels->state_scale(scratch, call->head_dim_v, 1.0);
+        context->kernels->load_row(scratch->value, value, call->v.stride_dim, call->head_dim_v,
+                                   call->v.dtype);
+        for (int64_t d = 0; d < call->head_dim_v; d++)
+            scratch->column_finite[d] &= isfinite(pf_real_at(context, scratch->value, d)) != 0;
     }
-    return finite;
+    scratch->columns_known = 1;
 }
 
 double pf_retry_factor(const pf_context *context, const pf_sequence *sequence, int64_t kv_head, int64_t row,
-                       double l, pf_span touched, double value_factor, void *scratch) {
+                       const void *o, double l, double value_factor, pf_retry_scratch *scratch) {
     if (!isfinite(l)) /* scores of its own keys; those of others never get this far */
         return 0;
     /* A value that one row of a tile may not see has weight 0 there, but 0 * NaN is NaN. Alone, a row
      * touches no key that it does not see, and its bits are the same. */
     const pf_span own = pf_row_span(context->call, sequence, row);
-    if (own.lo != touched.lo || own.hi != touched.hi)
+    if (own.lo != scratch->touched.lo || own.hi != scratch->touched.hi)
         return value_factor;
+    if (value_factor != 1.0)
+        return 0;
     /* The mean of finite values is finite, but their sum may be too large. */
-    const int overflow = value_factor == 1.0 && values_finite(context, sequence, kv_head, own, scratch);
-    return overflow ? SMALLER_VALUES : 0;
+    if (!scratch->columns_known)
+        find_finite_columns(context, sequence, kv_head, scratch);
+    for (int64_t d = 0; d < context->call->head_dim_v; d++)
+        if (scratch->column_finite[d] && !isfinite(pf_real_at(context, o, d)))
+            return SMALLER_VALUES;
+    return 0;
 }

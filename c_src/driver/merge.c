@@ -36,38 +36,59 @@ static void *element(const pf_tensor *t, int64_t b, int64_t token, int64_t head,
     return (char *)t->data + offset * pf_dtype_size(t->dtype);
 }
 
-static void merge_row(const pf_merger *merger, pf_tree *tree, int64_t b, int64_t token, int64_t head) {
+/* The merged state of a row, its values multiplied by a factor. Returns whether a part without keys
+ * (lse of -inf) holds something else than finite outputs. */
+static int fold_parts(const pf_merger *merger, pf_tree *tree, int64_t b, int64_t token, int64_t head,
+                      double value_factor) {
     const pf_merge_call *call = merger->call;
+    int broken = 0;
     for (int64_t part = 0; part < call->num_parts; part++) {
         const pf_state state = pf_tree_next(tree);
         const double lse =
             get_real(element(&call->part_lse, b, token, head, part * call->part_lse_stride_part),
                      pf_dtype_size(call->part_lse.dtype));
-        merger->kernels->state_reset(state.m, state.l, 1, state.o, call->head_dim);
-        if (lse != -(double)INFINITY) { /* an empty part stays the neutral state */
-            set_real(state.m, merger->elem_bytes, lse);
-            set_real(state.l, merger->elem_bytes, 1.0);
-            merger->kernels->load_row(state.o,
-                                      element(&call->parts, b, token, head, part * call->parts_stride_part),
-                                      call->parts.stride_dim, call->head_dim, call->parts.dtype);
+        merger->kernels->load_row(state.o,
+                                  element(&call->parts, b, token, head, part * call->parts_stride_part),
+                                  call->parts.stride_dim, call->head_dim, call->parts.dtype);
+        const int finite = merger->kernels->state_scale(state.o, call->head_dim, value_factor);
+        set_real(state.m, merger->elem_bytes, lse);
+        set_real(state.l, merger->elem_bytes, 1.0);
+        if (lse == -(double)INFINITY) { /* the neutral state */
+            merger->kernels->state_reset(state.m, state.l, 1, state.o, call->head_dim);
+            broken |= !finite;
         }
         pf_tree_push(tree, (pf_node){part, 0});
     }
-    const pf_state state = pf_tree_close(tree);
-    const double m = get_real(state.m, merger->elem_bytes), l = get_real(state.l, merger->elem_bytes);
-    double factor = l == 0 ? 0 : 1 / l;
-    if (call->sinks) { /* one more term in the denominator, without a value */
-        const double sink = call->sinks[head], top = fmax(m, sink);
-        if (isnan(sink) || sink == (double)INFINITY)
-            factor = isnan(sink) ? sink : 0;
-        else if (l != 0)
-            factor = exp(m - top) / (l * exp(m - top) + exp(sink - top));
+    return broken;
+}
+
+/* What turns a merged state into the output. The sink is one more term of the sum, without a value. */
+static double last_factor(const pf_merge_call *call, int64_t head, double m, double l, int broken) {
+    const double sink = call->sinks ? call->sinks[head] : -(double)INFINITY;
+    if (isnan(sink) || (l == 0 && broken))
+        return (double)NAN; /* all scores of all parts were -inf: softmax of that is not a number */
+    if (l == 0 || sink == (double)INFINITY)
+        return 0;
+    const double top = fmax(m, sink), weight = exp(m - top);
+    return call->sinks ? weight / (l * weight + exp(sink - top)) : 1 / l;
+}
+
+static void merge_row(const pf_merger *merger, pf_tree *tree, int64_t b, int64_t token, int64_t head) {
+    const pf_merge_call *call = merger->call;
+    /* Outputs near the largest number may have a sum that is infinite and a mean that is not. */
+    const double value_factors[2] = {1.0, 0x1p-40};
+    int finite = 0;
+    for (int attempt = 0; attempt < 2 && !finite; attempt++) {
+        const int broken = fold_parts(merger, tree, b, token, head, value_factors[attempt]);
+        const pf_state state = pf_tree_close(tree);
+        const double m = get_real(state.m, merger->elem_bytes), l = get_real(state.l, merger->elem_bytes);
+        const double factor = last_factor(call, head, m, l, broken);
+        finite = merger->kernels->state_scale(state.o, call->head_dim, factor / value_factors[attempt]);
+        merger->kernels->store_row(element(&call->out, b, token, head, 0), call->out.stride_dim, state.o,
+                                   call->head_dim, call->out.dtype);
+        set_real(element(&call->lse, b, token, head, 0), pf_dtype_size(call->lse.dtype),
+                 l == 0 ? -(double)INFINITY : m + log(l));
     }
-    merger->kernels->state_scale(state.o, call->head_dim, factor);
-    merger->kernels->store_row(element(&call->out, b, token, head, 0), call->out.stride_dim, state.o,
-                               call->head_dim, call->out.dtype);
-    set_real(element(&call->lse, b, token, head, 0), pf_dtype_size(call->lse.dtype),
-             l == 0 ? -(double)INFINITY : m + log(l));
 }
 
 int pf_driver_merge(const pf_merge_call *call) {

@@ -81,7 +81,7 @@ void pf_make_context(pf_context *context, const pf_attention_call *call, int64_t
     pf_plan *plan = &context->plan;
     const pf_real_kernels *kernels = context->kernels;
     context->call = call;
-    context->scale = pf_split_scale(call->scale);
+    context->scale = pf_split_scale(call->scale, context->elem_bytes == 8);
     context->prefill_start = prefill_start;
     context->decode_start = decode_start;
     context->next_prefill_item = 0;

@@ -13,8 +13,8 @@ typedef struct pf_scratch {
     const void **q_rows; /* one per lane of a panel */
     int32_t *lo, *hi;    /* one per lane of a panel */
     void *rows;          /* [lanes][row_stride]: a square to be transposed */
-    void *value;         /* one row of values */
-    double *retry;       /* one per row of the block: see pf_retry_factor */
+    pf_retry_scratch retry_scratch;
+    double *retry; /* one per row of the block: see pf_retry_factor */
     int64_t k_stride, v_stride, row_stride;
 } pf_scratch;
 
@@ -67,7 +67,7 @@ static int64_t carve(const pf_context *context, char *base, pf_scratch *s) {
     s->lo = pf_carve(&at, width * (int64_t)sizeof(int32_t));
     s->hi = pf_carve(&at, width * (int64_t)sizeof(int32_t));
     s->rows = pf_carve(&at, lanes * s->row_stride * e);
-    s->value = pf_carve(&at, s->row_stride * e);
+    pf_carve_retry(context, &at, &s->retry_scratch);
     s->retry = pf_carve(&at, rows * (int64_t)sizeof(double));
     return at - base;
 }
@@ -217,7 +217,8 @@ static void run_rows(const pf_context *context, const pf_scratch *s, const pf_bl
 static void finish_block(const pf_context *context, const pf_scratch *s, const pf_block *block,
                          pf_state state) {
     const int64_t lanes = context->kernels->lanes, end = block->first + block->num_rows;
-    const pf_span touched = pf_rows_any(context->call, block->sequence, block->first, end);
+    pf_retry_scratch scratch = s->retry_scratch;
+    scratch.touched = pf_rows_any(context->call, block->sequence, block->first, end);
     int all_finite = 1;
     for (int64_t p = 0; p < block->num_panels; p++) {
         const pf_panel panel = get_panel(block, p);
@@ -233,8 +234,8 @@ static void finish_block(const pf_context *context, const pf_scratch *s, const p
                                                  block->value_factor);
                 s->retry[row - block->first] =
                     finite ? 0.0
-                           : pf_retry_factor(context, block->sequence, block->kv_head, row, l, touched,
-                                             block->value_factor, s->value);
+                           : pf_retry_factor(context, block->sequence, block->kv_head, row, o, l,
+                                             block->value_factor, &scratch);
                 all_finite &= finite;
             }
         }

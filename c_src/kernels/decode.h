@@ -95,7 +95,6 @@ static void V(decode_weights)(const pf_decode_block *block) {
     for (int32_t r = 0; r < block->num_rows; r++) {
         V(elem) *s = (V(elem) *)block->scores + r * block->scores_stride;
         V(elem) *m = (V(elem) *)block->m + r, *l = (V(elem) *)block->l + r;
-        V(elem) *o = (V(elem) *)block->o + r * block->o_stride;
         /* Lanes belong to keys of the block, present or not: a sum does not depend on who asks. */
         const int64_t lo = block->lo ? pf_max(block->lo[r], block->key_lo) : block->key_lo;
         const int64_t hi = block->hi ? pf_min(block->hi[r], block->key_hi) : block->key_hi;
@@ -107,30 +106,31 @@ static void V(decode_weights)(const pf_decode_block *block) {
         for (int64_t j = 0; j < end; j += V(LANES))
             top = V(max)(top, V(load)(s + j));
         const V(elem) highest = V(reduce_max)(top);
-        if (!(highest == *m)) { /* otherwise the factor is exactly 1 */
-            const V(elem) alpha = V(weight1)(*m - highest, weights);
-            *m = highest;
-            *l *= alpha;
-            for (int64_t d = 0; d < block->o_stride; d += V(LANES))
-                V(store)(o + d, V(mul)(V(load)(o + d), V(set1)(alpha)));
-        }
+        V(elem) alpha = 1;
+        if (!(highest == *m)) /* otherwise the factor is exactly 1 */
+            alpha = V(weight1)(*m - highest, weights);
+        ((V(elem) *)block->alpha)[r] = alpha;
+        *m = highest;
+        V(elem) *sums = (V(elem) *)block->sums + r * block->o_stride;
+        for (int64_t d = 0; d < block->o_stride; d += V(LANES))
+            V(store)(sums + d, V(zero)());
         V(vec) sum = V(zero)();
         for (int64_t j = 0; j < end; j += V(LANES)) {
             const V(vec) p = V(weight)(V(sub)(V(load)(s + j), V(set1)(highest)), weights);
             V(store)(s + j, p);
             sum = V(add)(sum, p);
         }
-        *l += V(reduce_add)(sum);
+        *l = *l * alpha + V(reduce_add)(sum);
     }
 }
 
-/* Adds num_keys weighted values to num_rows outputs, num_vectors columns of lanes at a time. */
+/* Adds num_keys weighted values to num_rows sums, num_vectors columns of lanes at a time. */
 PF_INLINE void V(add_values)(const int num_keys, const int num_rows, const int num_vectors,
                              const int32_t dtype, const pf_decode_block *block, int64_t key, int64_t row,
                              int64_t column) {
     const V(elem) *weights =
         (const V(elem) *)block->scores + row * block->scores_stride + block->key_lo + key;
-    V(elem) *o = (V(elem) *)block->o + row * block->o_stride + column;
+    V(elem) *o = (V(elem) *)block->sums + row * block->o_stride + column;
     const int64_t left = block->head_dim_v - column;
     V(vec) sums[4][2];
     PF_UNROLL
@@ -190,6 +190,17 @@ PF_INLINE void V(value_block)(const int num_rows, const int32_t dtype, const pf_
         V(value_row)(1, num_rows, dtype, block, key, row);
 }
 
+/* The block's sums, which started from zero, join the outputs: no sum is a chain over all keys. */
+static void V(fold_sums)(const pf_decode_block *block) {
+    for (int32_t r = 0; r < block->num_rows; r++) {
+        const V(vec) alpha = V(set1)(((const V(elem) *)block->alpha)[r]);
+        V(elem) *o = (V(elem) *)block->o + r * block->o_stride;
+        const V(elem) *sums = (const V(elem) *)block->sums + r * block->o_stride;
+        for (int64_t d = 0; d < block->o_stride; d += V(LANES))
+            V(store)(o + d, V(fma)(V(load)(o + d), alpha, V(load)(sums + d)));
+    }
+}
+
 PF_INLINE void V(decode_body)(const int32_t dtype, const pf_decode_block *block) {
     const int32_t n = block->num_rows;
     int32_t row = 0;
@@ -210,4 +221,5 @@ PF_INLINE void V(decode_body)(const int32_t dtype, const pf_decode_block *block)
     }
     if (row < n)
         V(value_block)(1, dtype, block, row);
+    V(fold_sums)(block);
 }

@@ -34,6 +34,7 @@ typedef struct pf_decode_block {
     void *scores;           /* real [num_rows][scores_stride], scratch */
     void *m, *l;            /* real [num_rows] */
     void *o;                /* real [num_rows][o_stride] */
+    void *alpha, *sums;     /* as m and o, scratch */
     int64_t q_stride, scores_stride, o_stride;
     int64_t head_dim, head_dim_v;
     double scale_log2;

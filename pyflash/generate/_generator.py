@@ -246,7 +246,7 @@ def temperature_sampler(temperature: float, seed: int | None = None) -> Sampler:
     temperature = _checks.number("temperature", temperature)
     if temperature <= 0:
         raise invalid("temperature", temperature, "a positive number")
-    random = np.random.default_rng(seed)
+    random = np.random.default_rng(None if seed is None else _checks.integer("seed", seed, 0))
 
     def sample(logits: Array) -> int:
         # Adding Gumbel noise and taking the largest is the same draw, without normalising.
