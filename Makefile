@@ -31,7 +31,7 @@ generate: $(VENV)/.extra-generate $(VENV)/.model ## let a language model answer 
 test: $(VENV)/.extra-test $(VENV)/.model ## run the tests (ARGS="-k name" picks)
 	$(BIN)/pytest $(ARGS)
 
-test-long: $(VENV)/.extra-test $(VENV)/.model ## run the tests that take minutes
+test-long: $(VENV)/.extra-test $(VENV)/.model ## run the exhaustive tests: sweeps, thousands of random calls
 	$(BIN)/pytest -m long $(ARGS)
 
 bench: $(VENV)/.extra-bench ## run the benchmarks
@@ -113,7 +113,7 @@ distclean: clean ## remove the virtual environment as well
 # --- set-up: one stamp file per step, in the virtual environment it was done in ---
 
 $(BIN)/python:
-	$(PYTHON) -m venv $(VENV)
+	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
 	$(PIP) install --upgrade pip 'setuptools>=77'
 
 # Where only C sources changed, compiling them in place is all it takes.

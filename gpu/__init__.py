@@ -6,7 +6,6 @@ make a second copy. Importing this module needs neither CuPy nor a GPU.
 
 from __future__ import annotations
 
-import importlib.util
 from typing import NoReturn
 
 from .._description import Backend
@@ -18,14 +17,8 @@ class _Cuda:
     name = "cuda"
 
     def unavailable(self) -> str:
-        """Return what is missing; in this version there always is something."""
-        reason = f"pyflash {__version__} has no CUDA kernels yet"
-        if importlib.util.find_spec("cupy") is None:
-            reason += (
-                "; those to come need CuPy, which is not installed: "
-                "pip install 'pyflash-attention[cuda13]', or [cuda12] for an older driver"
-            )
-        return reason
+        """Return why the backend cannot be used; in this version nothing that is installed helps."""
+        return f"pyflash {__version__} has no CUDA kernels yet"
 
     def _refuse(self, args: object) -> NoReturn:
         """Raise BackendUnavailable: whoever comes here did not ask `unavailable` first."""

@@ -60,9 +60,10 @@ def flash_attention(
 
     Notes
     -----
-    float64 is computed in float64, everything else in float32. A key that a row may not see
-    does not reach it, even when it holds NaN. With the default options, the bits of a row do
-    not depend on threads, on other sequences or on other rows.
+    The C backend computes float64 in float64 and everything else in float32, NumPy all in
+    float64. A key that a row may not see does not reach it, even when it holds NaN. With the
+    default options, the bits of a row do not depend on threads, on other sequences or, within
+    a kernel family, on other rows.
 
     References
     ----------
@@ -83,7 +84,10 @@ def flash_attention(
     )
 
 
-@attention_options("``(batch, num_heads, seqlen_q)``, without the axes that `out` lacks")
+@attention_options(
+    "``(batch, num_heads, seqlen_q)``, without the axes that `out` lacks",
+    without=("num_splits", "num_threads", "isa", "workspace", "tile", "family"),
+)
 def naive_attention(
     q: Array,
     k: Array,
@@ -96,7 +100,8 @@ def naive_attention(
 ) -> Result:
     """Textbook attention that materialises the score matrix: the definition, and the oracle.
 
-    Takes what `flash_attention` takes and needs O(N^2) memory. It exists in NumPy only.
+    Takes what `flash_attention` takes, but for the options of kernels, and needs O(N^2) memory. It
+    exists in NumPy only, whatever `use_backend` says, and computes in float64.
 
     Parameters
     ----------
@@ -218,7 +223,7 @@ def paged_attention(
 
     Notes
     -----
-    On the C backend the result has the bits of dense attention over the same keys.
+    The result has the bits of dense attention over the same keys.
 
     References
     ----------
@@ -242,16 +247,30 @@ def paged_attention(
 
 
 @attention_options("``(batch, num_heads, seqlen_q)``, without the axes that `out` lacks")
-def flash_decoding(q: Array, k: Array, v: Array, *, num_splits: int, **options: Any) -> Result:
+def flash_decoding(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    num_splits: int,
+    seq_lens: Array | None = None,
+    layout: str = "bshd",
+    backend: str | None = None,
+    **options: Any,
+) -> Result:
     """Attention with the keys cut into `num_splits` parts whose states are merged.
 
     Each part runs the recurrence on its own and yields a state (maximum, sum, output); the states
-    are combined along a fixed binary tree. `flash_attention` does this by itself when it pays.
+    are combined along a fixed binary tree. `flash_attention` does so by itself in the decode family,
+    at fixed borders, so that threads can share the keys of one query.
 
     Parameters
     ----------
-    q, k, v
-        As in `flash_attention`, as are ``seq_lens`` and ``layout``.
+    q, k, v, seq_lens, layout
+        As in `flash_attention`.
+    num_splits : int
+        The number of parts, at least 1; part ``s`` holds keys ``[s * n // num_splits, ...)`` of
+        each sequence's n, and more parts than keys are as many as keys.
     {parameters}
 
     Returns
@@ -268,7 +287,9 @@ def flash_decoding(q: Array, k: Array, v: Array, *, num_splits: int, **options: 
     """
     if num_splits is None:
         raise invalid("num_splits", "None", "the number of parts, at least 1")
-    return flash_attention(q, k, v, num_splits=num_splits, **options)
+    return flash_attention(
+        q, k, v, num_splits=num_splits, seq_lens=seq_lens, layout=layout, backend=backend, **options
+    )
 
 
 def explain(

@@ -189,7 +189,8 @@ def _call(
     """Check what all addresses of keys share, provide the outputs, and freeze the description."""
     unknown = given.keys() - DEFAULTS.keys()
     if unknown:
-        raise TypeError(f"unexpected keyword argument {sorted(unknown)[0]!r}")
+        known = ", ".join(DEFAULTS)
+        raise TypeError(f"unexpected keyword argument {sorted(unknown)[0]!r}; options are {known}")
     options = {**DEFAULTS, **given}
     names = ("k_cache", "v_cache") if index.get("block_table") is not None else ("k", "v")
     dtype = _check_types(queries, keys, values, names)

@@ -10,7 +10,9 @@ from __future__ import annotations
 import contextvars
 import importlib
 import os
+from pathlib import Path
 from types import TracebackType
+from typing import NoReturn
 
 from . import _checks
 from ._description import Backend
@@ -20,6 +22,11 @@ from ._errors import BackendUnavailable
 MODULES = {"numpy": "._reference", "c": "._c", "cuda": ".gpu"}
 AUTO = "auto"
 
+_SOURCE_FOLDER = (
+    f"pyflash was imported from a source folder, {Path(__file__).parent}, in which it has not been built; "
+    "run Python from another folder, or install with pip install -e ."
+)
+
 _current: contextvars.ContextVar[str | None] = contextvars.ContextVar("pyflash_backend", default=None)
 _loaded: dict[str, Backend] = {}
 
@@ -28,8 +35,29 @@ def load(name: str) -> Backend:
     """Return a backend by name, available or not."""
     backend = _loaded.get(name)
     if backend is None:
-        backend = _loaded[name] = importlib.import_module(MODULES[name], __package__).BACKEND
+        try:
+            module = importlib.import_module(MODULES[name], __package__)
+        except ModuleNotFoundError as error:
+            if error.name != f"{__package__}{MODULES[name]}":
+                raise
+            return _Absent(name)
+        backend = _loaded[name] = module.BACKEND
     return backend
+
+
+class _Absent:
+    """Stands for a backend whose module is not there: the sources were imported, not an installation."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def unavailable(self) -> str:
+        return _SOURCE_FOLDER
+
+    def _refuse(self, args: object) -> NoReturn:
+        raise BackendUnavailable(f"backend: {self.name!r} is not available: {self.unavailable()}")
+
+    attention = merge_states = append_kv = explain = _refuse
 
 
 def resolve(name: object) -> Backend:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import os
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,8 @@ try:
 except ImportError as error:  # the reason is shown by available_backends()
     ffi = lib = None
     _import_error: str | None = (
-        f"the compiled extension cannot be loaded ({error}); reinstall pyflash-attention"
+        f"the compiled extension cannot be loaded ({error}); reinstall pyflash-attention, or, "
+        f"if {Path(__file__).parent} is a folder of sources, run Python from another folder"
     )
 else:
     _import_error = None
@@ -235,7 +237,7 @@ class CBackend:
             reasons.append("family: asked for")
         else:
             reasons.append(
-                f"family: decode up to 16 query rows per key/value head ({group} a query here), else prefill"
+                f"family: decode up to 16 query rows per key/value head (each query has {group}), else prefill"
             )
         if args.num_splits is None and "decode" in families:
             reasons.append("splits: the decode family's own borders, every 512 keys")

@@ -83,21 +83,45 @@ class AppendArgs(NamedTuple):
 
 
 class Explanation(NamedTuple):
-    """What a call would do: see `pyflash.explain`."""
+    """What a call would do, as `pyflash.explain` says it.
+
+    Attributes
+    ----------
+    backend, kernel : str
+        Who computes it, and the kernel of the family.
+    family : str
+        "prefill", "decode", "prefill+decode" (sequences of both kinds) or "none" (no rows).
+    isa : str
+        Instruction set.
+    tile : int
+        Keys per tile of the recurrence; of the prefill family where both are in use.
+    rows_per_item : int
+        Query rows that one work item covers; of the prefill family where both are in use.
+    num_splits : int
+        Parts of the longest sequence's keys whose states are merged.
+    num_items, num_threads : int
+        Work items, and the threads that share them out.
+    tiles_total, tiles_skipped : int
+        Key tiles of all work items, and those of them that no row of the item sees.
+    workspace_bytes : int
+        Scratch memory beside the output; what ``workspace=`` has to hold.
+    reasons : tuple of str
+        Why this family, these splits and this instruction set.
+    """
 
     backend: str
     kernel: str
-    family: str  # "prefill", "decode" or "prefill+decode" (sequences of both kinds)
+    family: str
     isa: str
-    tile: int  # keys per tile of the larger family in use
-    rows_per_item: int  # query rows that one work item covers
-    num_splits: int  # parts of the longest sequence's keys whose states are merged
-    num_items: int  # work items that threads share out
+    tile: int
+    rows_per_item: int
+    num_splits: int
+    num_items: int
     num_threads: int
-    tiles_total: int  # key tiles of all row blocks, masked or not
-    tiles_skipped: int  # of these, the tiles that no row of the block sees
+    tiles_total: int
+    tiles_skipped: int
     workspace_bytes: int
-    reasons: tuple[str, ...]  # why this kernel, family and instruction set
+    reasons: tuple[str, ...]
 
 
 class Backend(Protocol):

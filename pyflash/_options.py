@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -32,9 +33,9 @@ num_splits : int, optional
     Cut the keys of each sequence into so many parts and merge their states (flash-decoding).
     Default: none in the prefill family, every 512 keys in the decode family.
 num_threads : int, optional
-    Threads of the C backend, at most the processors (or 16, where there are fewer). Default:
-    ``PYFLASH_NUM_THREADS``, else what OpenMP would use, and one for small calls. The result
-    does not depend on it.
+    Threads of the C backend; no more than there are processors, or than 16 if that is more, and
+    no more than there is work for. Default: ``PYFLASH_NUM_THREADS``, else what OpenMP would use,
+    and one for small calls. The result does not depend on it.
 isa : str, optional
     Instruction set of the C backend, one of `available_isas`. Default: ``PYFLASH_ISA``, else
     the best this machine has.
@@ -63,11 +64,18 @@ BackendUnavailable
     The backend cannot run here."""
 
 
-def attention_options(lse_shape: str) -> Callable[[_Function], _Function]:
+def _parameters(left_out: set[str]) -> str:
+    """Return the shared text without the entries of some parameters."""
+    entries = re.split(r"\n(?=\S)", _PARAMETERS)
+    return "\n".join(entry for entry in entries if entry.split(" ", 1)[0] not in left_out)
+
+
+def attention_options(lse_shape: str, without: tuple[str, ...] = ()) -> Callable[[_Function], _Function]:
     """Return a decorator that completes signature and docstring of an attention function.
 
     The docstring has the lines ``{parameters}``, ``{returns}`` and ``{raises}`` where the shared
-    text goes; the signature gets the shared keywords in place of ``**options``.
+    text goes; the signature gets the shared keywords in place of ``**options``. Left out are the
+    keywords in `without`, which the function refuses, and those that it names and documents itself.
     """
 
     def decorate(function: _Function) -> _Function:
@@ -77,12 +85,12 @@ def attention_options(lse_shape: str) -> Callable[[_Function], _Function]:
         shared = [
             inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default)
             for name, default in DEFAULTS.items()
-            if name not in names
+            if name not in names and name not in without
         ]
         function.__signature__ = signature.replace(parameters=own + shared)  # type: ignore[attr-defined]
         text = inspect.cleandoc(function.__doc__ or "")
         for mark, block in (
-            ("{parameters}", _PARAMETERS),
+            ("{parameters}", _parameters((names | set(without)) - {"backend"})),
             ("{returns}", _RETURNS.format(lse_shape=lse_shape)),
             ("{raises}", _RAISES),
         ):

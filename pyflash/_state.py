@@ -1,8 +1,8 @@
 """The algebra behind every kernel: the state ``(m, l, o)`` of a row that has seen some keys.
 
 Three operations and no more: update a state with a tile of keys, merge the states of two
-disjoint sets of keys, finish. Tiles, splits and sinks are all uses of these; the C kernels have
-the same functions under the same names. All numbers are float64. Nothing here knows a mask or
+disjoint sets of keys, finish. Tiles, splits and sinks are all uses of these; the C kernels have their
+like in ``c_src/kernels/state.h``. All numbers are float64. Nothing here knows a mask or
 where a key lies, and NumPy's floating-point warnings are the caller's to silence.
 """
 
