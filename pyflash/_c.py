@@ -237,7 +237,7 @@ class CBackend:
             reasons.append("family: asked for")
         else:
             reasons.append(
-                f"family: decode up to 16 query rows per key/value head (each query has {group}), else prefill"
+                f"family: decode up to 16 query rows per key/value head ({group} per query), else prefill"
             )
         if args.num_splits is None and "decode" in families:
             reasons.append("splits: the decode family's own borders, every 512 keys")
