@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from . import _dtypes
-from ._description import AppendArgs, Array, AttentionArgs, Explanation, MergeArgs
+from ._description import DECODE_MAX_ROWS, AppendArgs, Array, AttentionArgs, Explanation, MergeArgs
 from ._errors import PyflashError, UnsupportedError, invalid
 
 try:
@@ -237,7 +237,7 @@ class CBackend:
             reasons.append("family: asked for")
         else:
             reasons.append(
-                f"family: decode up to 16 query rows per key/value head ({group} per query), else prefill"
+                f"family: decode up to {DECODE_MAX_ROWS} query rows per key/value head ({group} per query)"
             )
         if args.num_splits is None and "decode" in families:
             reasons.append("splits: the decode family's own borders, every 512 keys")

@@ -15,6 +15,7 @@ from conftest import BACKENDS, TestedBackend, available
 from oracle import Call, assert_matches
 
 import pyflash
+from pyflash._description import DECODE_MAX_ROWS
 
 
 @once
@@ -274,3 +275,13 @@ def test_tiles_of_any_size_or_a_refusal_by_name(backend, tile, family):
     assert_matches(out, lse, call)
     if tile < 77:
         assert explain(call, backend, tile=tile).tile == tile
+
+
+@pytest.mark.parametrize(("seqlen_q", "num_heads"), [(DECODE_MAX_ROWS, 1), (DECODE_MAX_ROWS // 4, 4)])
+def test_the_border_between_the_families(backend, seqlen_q, num_heads):
+    """C and Python each have the number of rows up to which a sequence is decoded: the same."""
+    for extra, family in ((0, "decode"), (1, "prefill")):
+        call = dense(
+            129, batch=1, seqlen_q=seqlen_q + extra, seqlen_kv=40, num_heads=num_heads, num_kv_heads=1
+        )
+        assert explain(call, backend).family == family

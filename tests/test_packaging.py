@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import platform
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -104,3 +105,12 @@ def test_extension_exports_only_its_init_function():
     listing = subprocess.run(["nm", "-D", "--defined-only", path], capture_output=True, text=True, check=True)
     names = {line.split()[-1] for line in listing.stdout.splitlines()}
     assert {name for name in names if not name.startswith("PyInit_")} <= {"_init", "_fini"}
+
+
+def test_both_tables_of_element_types_agree():
+    """C has the element types in dtypes.def, Python in _dtypes: code, size and name of each."""
+    from pyflash._dtypes import DTYPES
+
+    text = (ROOT / "c_src" / "shared" / "dtypes.def").read_text(encoding="utf-8")
+    rows = re.findall(r'^PF_DTYPE\(\w+, (\d+), (\d+), "(\w+)"\)', text, re.MULTILINE)
+    assert rows == [(str(d.code), str(d.itemsize), d.name) for d in DTYPES]

@@ -36,7 +36,7 @@ typedef struct pf_item {
     double value_factor; /* values are multiplied by it, the outputs divided */
 } pf_item;
 
-enum { ROWS_AHEAD = 16, RETRY_TILE_KEYS = 8 };
+enum { RETRY_TILE_KEYS = 8 };
 
 static int64_t padded(const pf_context *context, int64_t n) {
     return pf_round_up(n, context->kernels->lanes);
@@ -61,8 +61,8 @@ static int64_t carve(const pf_context *context, char *base, pf_scratch *s) {
     const int64_t num_copies = copies_keys(call, 1.0) ? tile : pf_min(tile, RETRY_TILE_KEYS);
     s->k_copies = pf_carve(&at, num_copies * s->q_stride * e);
     s->v_copies = pf_carve(&at, num_copies * s->o_stride * e);
-    s->k_rows = pf_carve(&at, (tile + ROWS_AHEAD) * (int64_t)sizeof(void *));
-    s->v_rows = pf_carve(&at, (tile + ROWS_AHEAD) * (int64_t)sizeof(void *));
+    s->k_rows = pf_carve(&at, (tile + PF_ROWS_AHEAD) * (int64_t)sizeof(void *));
+    s->v_rows = pf_carve(&at, (tile + PF_ROWS_AHEAD) * (int64_t)sizeof(void *));
     s->lo = pf_carve(&at, rows * (int64_t)sizeof(int32_t));
     s->hi = pf_carve(&at, rows * (int64_t)sizeof(int32_t));
     for (int i = 0; i < 3; i++)
@@ -115,7 +115,7 @@ static int64_t fetch_rows(const pf_item *item, const pf_tensor *t, int64_t lo, i
                           const void **rows) {
     const pf_context *context = item->context;
     if (!copies_keys(context->call, item->value_factor)) {
-        const int64_t ahead = pf_min(end - hi, ROWS_AHEAD);
+        const int64_t ahead = pf_min(end - hi, PF_ROWS_AHEAD);
         pf_key_rows(context->call, t, item->sequence, item->kv_head, lo, hi + ahead, rows);
         return ahead;
     }

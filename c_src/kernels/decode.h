@@ -3,11 +3,6 @@
  * is touched. Rows are fetched a fixed distance ahead, because the hardware's prefetcher loses the
  * stream between two rows. Included once per element type; the stored type is a constant. */
 
-/* Rows ahead of the one in use: 8 KiB of float32 at head_dim 128. */
-#ifndef PF_ROWS_AHEAD
-#define PF_ROWS_AHEAD 16
-#endif
-
 PF_INLINE void V(prefetch_row)(const void *row, int64_t num_bytes) {
     for (int64_t b = 0; b < num_bytes; b += 64)
         __builtin_prefetch((const char *)row + b, 0, 3);

@@ -3,7 +3,7 @@
  * no errors. "real" below is float or double, whichever the table row is for.
  *
  * Scores are raw products q.k; a weight is exp2((score - m) * scale_log2). m never falls below
- * PF_LOWEST, a finite number, so that a tile without visible keys leaves 0 behind, not NaN. */
+ * LOWEST of kernels/exp2.h, a finite number, so that a tile without visible keys leaves 0 behind, not NaN. */
 #ifndef PF_KERNELS_TABLE_H
 #define PF_KERNELS_TABLE_H
 
@@ -51,7 +51,7 @@ typedef struct pf_real_kernels {
     void (*prefill_tile)(const pf_prefill_tile *tile);
     void (*decode_block)(const pf_decode_block *block);
 
-    /* Empty states: m = PF_LOWEST, l = 0, o = 0. */
+    /* Empty states: m = LOWEST, l = 0, o = 0. */
     void (*state_reset)(void *m, void *l, int64_t num_rows, void *o, int64_t num_outputs);
     /* Add state b to state a; output (r, d) lies at o[r * row_stride + d * dim_stride], and one of
      * the two strides is 1. */
@@ -86,8 +86,8 @@ typedef struct pf_kernel_table {
     pf_real_kernels real[2]; /* float, double */
 } pf_kernel_table;
 
-#define PF_LOWEST_F32 (-3.4028234663852886e38)
-#define PF_LOWEST_F64 (-1.7976931348623157e308)
+/* How many rows ahead of the one in use the decode kernel fetches: 8 KiB of float32 at head_dim 128. */
+enum { PF_ROWS_AHEAD = 16 };
 
 /* One table per row of isa.def that fits the target. */
 #define PF_ISA(name, arch, flags) extern const pf_kernel_table pf_kernels_##name;
