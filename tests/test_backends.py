@@ -15,6 +15,7 @@ from conftest import BACKENDS, TestedBackend, available
 from oracle import Call, assert_matches
 
 import pyflash
+from pyflash import _backends
 from pyflash._description import DECODE_MAX_ROWS
 
 
@@ -285,3 +286,12 @@ def test_the_border_between_the_families(backend, seqlen_q, num_heads):
             129, batch=1, seqlen_q=seqlen_q + extra, seqlen_kv=40, num_heads=num_heads, num_kv_heads=1
         )
         assert explain(call, backend).family == family
+
+
+def test_a_folder_of_sources_says_so(monkeypatch):
+    """Without an installation the module of a backend may be missing; that is a reason, not a crash."""
+    monkeypatch.setitem(_backends.MODULES, "cuda", ".no_such_module")
+    monkeypatch.delitem(_backends._loaded, "cuda", raising=False)
+    assert "imported from a source folder" in pyflash.available_backends()["cuda"]
+    with pytest.raises(pyflash.BackendUnavailable, match="imported from a source folder"):
+        pyflash.explain(*[np.zeros((1, 1), "f4")] * 3, backend="cuda")

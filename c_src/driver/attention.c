@@ -22,7 +22,7 @@ static void start_context(pf_context *context, const pf_attention_call *call) {
 int pf_driver_plan(const pf_attention_call *call, pf_plan *plan) {
     pf_context context;
     start_context(&context, call);
-    pf_make_context(&context, call, 0, 0);
+    pf_make_context(&context, call);
     pf_count_tiles(&context);
     *plan = context.plan;
     return PF_STATUS_OK;
@@ -43,12 +43,12 @@ static void run_in(pf_run *run, char *workspace) {
     const pf_attention_call *call = run->context.call;
     const int32_t num_threads = run->context.plan.num_threads;
     char *at = (char *)(((uintptr_t)workspace + PF_ALIGNMENT - 1) / PF_ALIGNMENT * PF_ALIGNMENT);
-    int64_t *prefill_start = pf_carve(&at, pf_starts_bytes(call));
-    int64_t *decode_start = pf_carve(&at, pf_starts_bytes(call));
+    run->context.prefill_start = pf_carve(&at, pf_starts_bytes(call));
+    run->context.decode_start = pf_carve(&at, pf_starts_bytes(call));
     run->scratch = pf_carve(&at, num_threads * (int64_t)sizeof(char *));
     for (int32_t t = 0; t < num_threads; t++)
         run->scratch[t] = pf_carve(&at, run->context.plan.thread_bytes);
-    pf_make_context(&run->context, call, prefill_start, decode_start);
+    pf_fill_starts(&run->context);
     pf_parallel(num_threads, work, run);
     if (run->context.plan.num_decode_items)
         pf_decode_join(&run->context, run->scratch, run->num_threads);
@@ -57,7 +57,7 @@ static void run_in(pf_run *run, char *workspace) {
 int pf_driver_attention(const pf_attention_call *call) {
     pf_run run;
     start_context(&run.context, call);
-    pf_make_context(&run.context, call, 0, 0);
+    pf_make_context(&run.context, call);
     const pf_plan *plan = &run.context.plan;
     if (plan->num_prefill_items + plan->num_decode_items == 0)
         return PF_STATUS_OK;

@@ -46,10 +46,10 @@ static inline int64_t pf_find_sequence(const int64_t *start, int64_t batch, int6
     return lo;
 }
 
-/* plan.c: everything of the context that follows from the call and context->kernels; starts may be
- * null, or arrays of batch + 1 to be filled. */
-void pf_make_context(pf_context *context, const pf_attention_call *call, int64_t *prefill_start,
-                     int64_t *decode_start);
+/* plan.c: everything of the context that follows from the call and context->kernels; then, once
+ * there is memory for them, the starts; and the tiles, for who asks. */
+void pf_make_context(pf_context *context, const pf_attention_call *call);
+void pf_fill_starts(pf_context *context);
 void pf_count_tiles(pf_context *context);
 
 /* finish.c: one finished row to out and lse; its values were multiplied by value_factor. Returns

@@ -35,73 +35,78 @@ static int64_t work_of(const pf_attention_call *call, const pf_sequence *s) {
     return elements * (s->num_rows + WORK_PER_ELEMENT);
 }
 
-static void choose_families(pf_context *context, int64_t *num_panels, int64_t *longest) {
-    const pf_attention_call *call = context->call;
-    pf_plan *plan = &context->plan;
-    int64_t work = 0;
+/* Units of a sequence in the decode family, items in the prefill family: 0 in the other one. */
+static int64_t decode_units(const pf_attention_call *call, const pf_sequence *s) {
+    const int64_t chunks = pf_ceil_div(s->num_rows, PF_DECODE_MAX_ROWS);
+    return s->decode ? call->num_kv_heads * chunks * (s->end_split - s->first_split) : 0;
+}
+
+static int64_t prefill_items(const pf_attention_call *call, const pf_sequence *s, int64_t block_rows) {
+    return s->decode ? 0 : call->num_kv_heads * pf_ceil_div(s->num_rows, block_rows);
+}
+
+/* What has to be known of all sequences before the blocks can be chosen. */
+typedef struct pf_survey {
+    int64_t num_panels, longest_panels, longest_keys, work;
+} pf_survey;
+
+static pf_survey survey(const pf_attention_call *call, pf_plan *plan) {
+    pf_survey found = {.longest_keys = 1};
     for (int64_t b = 0; b < call->batch; b++) {
         const pf_sequence s = pf_get_sequence(call, b);
-        if (context->decode_start)
-            context->decode_start[b] = plan->num_decode_items;
+        plan->num_decode_items += decode_units(call, &s);
         if (s.decode) {
-            const int64_t chunks = pf_ceil_div(s.num_rows, PF_DECODE_MAX_ROWS);
-            plan->num_decode_items += call->num_kv_heads * chunks * (s.end_split - s.first_split);
             plan->max_rows = pf_max(plan->max_rows, pf_min(s.num_rows, PF_DECODE_MAX_ROWS));
         } else {
-            const int64_t panels = pf_ceil_div(s.num_rows, plan->panel_rows);
-            *num_panels += call->num_kv_heads * panels;
-            *longest = pf_max(*longest, panels);
+            found.num_panels += prefill_items(call, &s, plan->panel_rows);
+            found.longest_panels = pf_max(found.longest_panels, pf_ceil_div(s.num_rows, plan->panel_rows));
         }
         if (s.num_rows > 0)
             plan->num_splits = pf_max(plan->num_splits, s.end_split - s.first_split);
-        work += work_of(call, &s);
+        found.longest_keys = pf_max(found.longest_keys, s.mask.num_keys);
+        found.work += work_of(call, &s);
     }
-    if (call->num_threads == 0) /* a number that was asked for is kept */
-        plan->num_threads = (int32_t)clamp(work / WORK_PER_THREAD, 1, plan->num_threads);
-    if (context->decode_start)
-        context->decode_start[call->batch] = plan->num_decode_items;
+    return found;
 }
 
-static void count_prefill_items(pf_context *context) {
+void pf_fill_starts(pf_context *context) {
     const pf_attention_call *call = context->call;
-    pf_plan *plan = &context->plan;
+    int64_t items = 0, units = 0;
     for (int64_t b = 0; b < call->batch; b++) {
         const pf_sequence s = pf_get_sequence(call, b);
-        if (context->prefill_start)
-            context->prefill_start[b] = plan->num_prefill_items;
-        if (!s.decode)
-            plan->num_prefill_items += call->num_kv_heads * pf_ceil_div(s.num_rows, plan->block_rows);
+        context->prefill_start[b] = items;
+        context->decode_start[b] = units;
+        items += prefill_items(call, &s, context->plan.block_rows);
+        units += decode_units(call, &s);
     }
-    if (context->prefill_start)
-        context->prefill_start[call->batch] = plan->num_prefill_items;
+    context->prefill_start[call->batch] = items;
+    context->decode_start[call->batch] = units;
 }
 
-void pf_make_context(pf_context *context, const pf_attention_call *call, int64_t *prefill_start,
-                     int64_t *decode_start) {
+void pf_make_context(pf_context *context, const pf_attention_call *call) {
     pf_plan *plan = &context->plan;
     const pf_real_kernels *kernels = context->kernels;
     context->call = call;
     context->scale = pf_split_scale(call->scale, context->elem_bytes == 8);
-    context->prefill_start = prefill_start;
-    context->decode_start = decode_start;
     context->next_prefill_item = 0;
-    *plan = (pf_plan){.num_splits = 1};
-    plan->num_threads = call->num_threads > 0 ? pf_granted_threads(call->num_threads) : pf_default_threads();
-    plan->tile_prefill = call->tile > 0 ? call->tile : kernels->prefill_tile_keys;
-    plan->tile_decode = call->tile > 0 ? call->tile : PF_DECODE_TILE_KEYS;
-    plan->panel_rows = kernels->lanes * kernels->panel_vectors;
-    int64_t num_panels = 0, longest = 0;
-    choose_families(context, &num_panels, &longest);
-    plan->block_rows = plan->panel_rows * choose_panels(context, num_panels, longest);
-    count_prefill_items(context);
+    *plan = (pf_plan){.num_splits = 1, .panel_rows = kernels->lanes * kernels->panel_vectors};
+    const pf_survey found = survey(call, plan);
+    /* A number that was asked for is kept; of the default, only what the work is worth. */
+    plan->num_threads = call->num_threads > 0
+                            ? pf_granted_threads(call->num_threads)
+                            : (int32_t)clamp(found.work / WORK_PER_THREAD, 1, pf_default_threads());
+    plan->block_rows = plan->panel_rows * choose_panels(context, found.num_panels, found.longest_panels);
+    for (int64_t b = 0; b < call->batch; b++) {
+        const pf_sequence s = pf_get_sequence(call, b);
+        plan->num_prefill_items += prefill_items(call, &s, plan->block_rows);
+    }
     plan->num_threads =
         (int32_t)clamp(plan->num_prefill_items + plan->num_decode_items, 1, plan->num_threads);
     /* A tile longer than the keys needs no more scratch than they do. */
-    int64_t longest_keys = 1;
-    for (int64_t b = 0; b < call->batch; b++)
-        longest_keys = pf_max(longest_keys, pf_get_sequence(call, b).mask.num_keys);
-    plan->tile_prefill = (int32_t)pf_min(plan->tile_prefill, longest_keys);
-    plan->tile_decode = (int32_t)pf_min(plan->tile_decode, longest_keys);
+    const int64_t prefill_tile = call->tile > 0 ? call->tile : kernels->prefill_tile_keys;
+    const int64_t decode_tile = call->tile > 0 ? call->tile : PF_DECODE_TILE_KEYS;
+    plan->tile_prefill = (int32_t)pf_min(prefill_tile, found.longest_keys);
+    plan->tile_decode = (int32_t)pf_min(decode_tile, found.longest_keys);
     /* Both scratches are alive at once: a thread that has left decode states behind goes on with
      * prefill items. */
     context->decode_scratch_bytes = plan->num_decode_items ? pf_decode_scratch_bytes(context) : 0;
