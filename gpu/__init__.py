@@ -24,7 +24,7 @@ class _Cuda:
         """Raise BackendUnavailable: whoever comes here did not ask `unavailable` first."""
         raise BackendUnavailable(f"backend: 'cuda' is not available: {self.unavailable()}")
 
-    attention = merge_states = append_kv = explain = _refuse
+    attention = attention_stats = merge_states = append_kv = explain = _refuse
 
 
 BACKEND: Backend = _Cuda()

@@ -42,8 +42,8 @@ def flash_attention(
         Keys. ``num_kv_heads`` divides ``num_heads``: query head ``h`` reads key/value head
         ``h // (num_heads // num_kv_heads)``.
     v : (batch, seqlen_kv, num_kv_heads, head_dim_v) ndarray
-        Values, of the dtype of `k`: that of `q`, or, unless `q` is float64, another of float32,
-        float16 and bfloat16.
+        Values, of the dtype of `k`: that of `q`, or, unless `q` is float64, any of float32, float16,
+        bfloat16, float8_e4m3fn, float8_e5m2, int8 and int4 (see `kv_dtype`). It may be a view of `k`.
     seq_lens : (batch,) int32 or int64 ndarray, optional
         Valid keys of each sequence; what lies behind them is never read.
     layout : {"bshd", "bhsd"}, default "bshd"
@@ -344,6 +344,7 @@ def merge_states(
     *,
     layout: str = "bshd",
     sinks: Array | None = None,
+    lse_includes_sinks: bool = False,
     out_dtype: Any = None,
     backend: str | None = None,
 ) -> tuple[Array, Array]:
@@ -359,7 +360,9 @@ def merge_states(
     layout : {"bshd", "bhsd"}, default "bshd"
         Order of the axes of the parts.
     sinks : (num_heads,) ndarray, optional
-        Learned logits that enter the denominator once, here, and stay out of the merged `lse`.
+        Learned logits that enter the denominator once, here.
+    lse_includes_sinks : bool, default False
+        Whether they count in the merged `lse` too.
     out_dtype : dtype or str, optional
         Type of the result. Default: that of the parts.
     backend : {"auto", "numpy", "c", "cuda"}, optional
@@ -383,7 +386,14 @@ def merge_states(
     in float32 or wider; parts computed with ``out_dtype="float32"`` lose nothing on the way.
     """
     chosen = _backends.resolve(backend)
-    call = _args_cache.merge(out, lse, layout=layout, sinks=sinks, out_dtype=out_dtype)
+    call = _args_cache.merge(
+        out,
+        lse,
+        layout=layout,
+        sinks=sinks,
+        lse_includes_sinks=lse_includes_sinks,
+        out_dtype=out_dtype,
+    )
     chosen.merge_states(call.args)
     return call.out, call.lse
 
@@ -401,6 +411,9 @@ def append_kv(
     cos: Array | None = None,
     sin: Array | None = None,
     interleaved: bool = False,
+    k_scale: float | Array | None = None,
+    v_scale: float | Array | None = None,
+    kv_dtype: str | None = None,
     cache_layout: str = "nhd",
     backend: str | None = None,
 ) -> None:
@@ -414,8 +427,8 @@ def append_kv(
     v : ndarray
         As `k`, of width ``head_dim_v``.
     k_cache, v_cache : (num_pages, page_size, num_kv_heads, head_dim) ndarray
-        The page pools; values are converted to their dtype. Without a `block_table` they are
-        dense caches ``(batch, max_seqlen, num_kv_heads, head_dim)``.
+        The page pools, of any type that attention reads; values are converted to it. Without a
+        `block_table` they are dense caches ``(batch, max_seqlen, num_kv_heads, head_dim)``.
     block_table : (batch, max_pages) int32 or int64 ndarray, optional
         Page number of each logical page.
     seq_lens : (batch,) int32 or int64 ndarray
@@ -429,6 +442,13 @@ def append_kv(
         Rotary tables, looked up at each token's position; with `slots`, one row per token.
     interleaved : bool, default False
         Rotate neighbouring pairs ``(x[2i], x[2i+1])`` instead of ``(x[i], x[i + rotary_dim/2])``.
+    k_scale, v_scale : float or ndarray, optional
+        Scales of the caches; float8, int8 and int4 need them. A number or (num_kv_heads,) is what
+        values are divided by before they are rounded (to nearest even) and saturated. A float32 array
+        of the cache's shape without its last axis is *written*: each token and head gets the scale
+        with which its largest number is the largest of the type (NaN where that is not finite).
+    kv_dtype : {"e4m3fn", "e5m2", "int4"}, optional
+        What caches of uint8 hold, as in `flash_attention`.
     cache_layout : {"nhd", "hnd"}, default "nhd"
         With "hnd" the caches have heads before places.
     backend : {"auto", "numpy", "c", "cuda"}, optional
@@ -456,6 +476,9 @@ def append_kv(
         cos=cos,
         sin=sin,
         interleaved=interleaved,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        kv_dtype=kv_dtype,
         cache_layout=cache_layout,
     )
     chosen.append_kv(args)

@@ -7,11 +7,13 @@ strides and plain numbers can tell is found before any work, with the same words
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import _checks, _dtypes
+from . import _args_terms, _checks, _dtypes
+from ._args_terms import Extent
 from ._checks import MAX_POSITION
 from ._description import UNLIMITED, Array, AttentionArgs
 from ._errors import invalid, unsupported
@@ -38,9 +40,23 @@ CACHE_AXES = {
 DEFAULTS: dict[str, Any] = {
     "causal": False,
     "window": None,
+    "spans": None,
     "scale": None,
+    "softcap": None,
+    "alibi_slopes": None,
+    "bias": None,
+    "mask": None,
+    "sinks": None,
+    "sink_tokens": 0,
     "q_offset": None,
+    "tree": None,
+    "score_mod": None,
+    "mask_mod": None,
+    "k_scale": None,
+    "v_scale": None,
+    "kv_dtype": None,
     "return_lse": False,
+    "lse_includes_sinks": False,
     "out": None,
     "out_dtype": None,
     "num_splits": None,
@@ -49,7 +65,15 @@ DEFAULTS: dict[str, Any] = {
     "workspace": None,
     "tile": None,
     "family": None,
+    "max_seqlen_q": None,
+    "batch_invariant": False,
+    "q_scale": None,
+    "check_indices": False,
 }
+
+#: Options that only one backend has; the others refuse whatever is not the default.
+_ONLY_C = ("isa", "num_threads", "workspace")
+_ONLY_CUDA = ("batch_invariant", "q_scale", "check_indices")
 
 
 class Call(NamedTuple):
@@ -78,37 +102,72 @@ def cache_view(cache: Array, cache_layout: str) -> Array:
     return cache if cache_layout == "nhd" else cache.swapaxes(1, 2)
 
 
+class _Keys(NamedTuple):
+    """Keys and values of a call: as given, in canonical axes, and what they are called."""
+
+    given: tuple[Array, Array]
+    canonical: tuple[Array, Array]
+    dtype: _dtypes.DType
+    names: tuple[str, str]
+    to_canonical: Callable[[Array], Array]
+
+
+def _stored_keys(
+    k: Any,
+    v: Any,
+    names: tuple[str, str],
+    axes: dict[int, str],
+    options: dict[str, Any],
+    to_canonical: Callable[[Array], Array],
+) -> _Keys:
+    kv_dtype = _checks.choice("kv_dtype", options.get("kv_dtype"), (None, *_dtypes.OF_BYTES))
+    k, stored = _checks.stored_array(names[0], k, axes, kv_dtype)
+    v, stored_v = _checks.stored_array(names[1], v, axes, kv_dtype)
+    if stored_v is not stored:
+        raise invalid(names[1], f"dtype {stored_v.name}", f"{stored.name}, the dtype of {names[0]}")
+    return _Keys((k, v), (to_canonical(k), to_canonical(v)), stored, names, to_canonical)
+
+
 def dense(
     q: Any, k: Any, v: Any, *, backend: str, layout: str = "bshd", seq_lens: Any = None, **options: Any
 ) -> Call:
     """Check a call with dense queries and keys."""
     _checks.choice("layout", layout, ("bshd", "bhsd"))
     axes = _LAYOUT_AXES[layout]
-    q, k, v = (_checks.float_array(name, x, axes)[0] for name, x in (("q", q), ("k", k), ("v", v)))
-    for name, x in (("k", k), ("v", v)):
+    q, _ = _checks.float_array("q", q, axes)
+    keys = _stored_keys(k, v, ("k", "v"), axes, options, lambda x: canonical(x, layout))
+    for name, x in zip(keys.names, keys.given, strict=True):
         if x.ndim != q.ndim:
             raise invalid(name, f"shape {x.shape}", f"{q.ndim} axes, as many as q {axes[q.ndim]}")
-    queries, keys, values = (canonical(x, layout) for x in (q, k, v))
-    if keys.shape[0] != queries.shape[0]:
-        raise invalid("k", f"batch {keys.shape[0]}", f"batch {queries.shape[0]}, that of q")
+    queries = canonical(q, layout)
+    batch, longest = keys.canonical[0].shape[:2]
+    if batch != queries.shape[0]:
+        raise invalid("k", f"batch {batch}", f"batch {queries.shape[0]}, that of q")
+    num_keys = np.full(batch, longest, np.int64)
     if seq_lens is not None:
-        seq_lens = _checks.index_array(
-            "seq_lens", seq_lens, (queries.shape[0],), f"(batch,) = ({queries.shape[0]},)"
-        )
-        _checks.index_range("seq_lens", seq_lens, 0, keys.shape[1], "valid keys of the cache")
-    return _call(q, queries, keys, values, layout, backend, {"seq_lens": seq_lens}, options)
+        seq_lens = _checks.index_array("seq_lens", seq_lens, (batch,), f"(batch,) = ({batch},)")
+        _checks.index_range("seq_lens", seq_lens, 0, longest, "valid keys of the cache")
+        num_keys = seq_lens.astype(np.int64)
+    num_queries = np.full(batch, queries.shape[1], np.int64)
+    lengths = (longest, int(num_keys.max(initial=0)))
+    extent = Extent(batch, queries.shape[2], (queries.shape[1],), lengths, None, num_keys, num_queries)
+    return _call(q, queries, keys, extent, layout, backend, {"seq_lens": seq_lens}, options)
 
 
 def varlen(
     q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_kv: Any, *, backend: str, **options: Any
 ) -> Call:
     """Check a call with packed queries and keys."""
-    q, k, v = (_checks.float_array(name, x, _PACKED_AXES)[0] for name, x in (("q", q), ("k", k), ("v", v)))
+    q, _ = _checks.float_array("q", q, _PACKED_AXES)
+    keys = _stored_keys(k, v, ("k", "v"), _PACKED_AXES, options, lambda x: x[np.newaxis])
     cu_seqlens_q = _checks.prefix_sums("cu_seqlens_q", cu_seqlens_q, None, q.shape[0])
     batch = cu_seqlens_q.shape[0] - 1
-    cu_seqlens_kv = _checks.prefix_sums("cu_seqlens_kv", cu_seqlens_kv, batch, k.shape[0])
+    cu_seqlens_kv = _checks.prefix_sums("cu_seqlens_kv", cu_seqlens_kv, batch, keys.given[0].shape[0])
+    num_queries, num_keys = (np.diff(x).astype(np.int64) for x in (cu_seqlens_q, cu_seqlens_kv))
+    rows, lengths = ((int(x.max(initial=0)),) for x in (num_queries, num_keys))
+    extent = Extent(batch, q.shape[1], rows, lengths, cu_seqlens_q, num_keys, num_queries)
     index = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": cu_seqlens_kv}
-    return _call(q, q[None], k[None], v[None], "packed", backend, index, options)
+    return _call(q, q[np.newaxis], keys, extent, "packed", backend, index, options)
 
 
 def paged(
@@ -127,18 +186,20 @@ def paged(
     """Check a call whose keys lie in pages behind a block table."""
     _checks.choice("layout", layout, ("bshd", "bhsd"))
     _checks.choice("cache_layout", cache_layout, ("nhd", "hnd"))
-    axes = (
-        _PACKED_AXES
-        if cu_seqlens_q is not None
-        else {3: "(batch, heads, head_dim)", 4: _LAYOUT_AXES[layout][4]}
+    if cu_seqlens_q is not None:
+        axes = _PACKED_AXES
+    else:
+        axes = {3: "(batch, heads, head_dim)", 4: _LAYOUT_AXES[layout][4]}
+    q, _ = _checks.float_array("q", q, axes)
+    keys = _stored_keys(
+        k_cache,
+        v_cache,
+        ("k_cache", "v_cache"),
+        CACHE_AXES[cache_layout],
+        options,
+        lambda x: cache_view(x, cache_layout),
     )
-    q = _checks.float_array("q", q, axes)[0]
-    cache_axes = CACHE_AXES[cache_layout]
-    pages = [
-        cache_view(_checks.float_array(name, x, cache_axes)[0], cache_layout)
-        for name, x in (("k_cache", k_cache), ("v_cache", v_cache))
-    ]
-    num_pages, page_size = pages[0].shape[:2]
+    num_pages, page_size = keys.canonical[0].shape[:2]
     if page_size == 0:
         raise invalid("k_cache", "page size 0", "a page size of at least 1")
     batch = q.shape[0]
@@ -149,18 +210,22 @@ def paged(
         "block_table", block_table, (batch, None), f"(batch, max_pages) = ({batch}, ...)"
     )
     seq_lens = _checks.index_array("seq_lens", seq_lens, (batch,), f"(batch,) = ({batch},)")
-    _checks.index_range(
-        "seq_lens", seq_lens, 0, block_table.shape[1] * page_size, "what the block table can hold"
-    )
-    check_table(block_table, -(-seq_lens.astype(np.int64) // page_size), num_pages)
+    capacity = block_table.shape[1] * page_size
+    _checks.index_range("seq_lens", seq_lens, 0, capacity, "what the block table can hold")
+    num_keys = seq_lens.astype(np.int64)
+    check_table(block_table, -(-num_keys // page_size), num_pages)
     index = {"cu_seqlens_q": cu_seqlens_q, "block_table": block_table, "seq_lens": seq_lens}
     if cu_seqlens_q is not None:
-        layout, queries = "packed", q[None]
-    elif q.ndim == 3:
-        layout, queries = "token", q[:, None]
+        layout, queries = "packed", q[np.newaxis]
+        num_queries = np.diff(cu_seqlens_q).astype(np.int64)
     else:
-        queries = canonical(q, layout)
-    return _call(q, queries, pages[0], pages[1], layout, backend, index, options)
+        layout, queries = ("token", q[:, np.newaxis]) if q.ndim == 3 else (layout, canonical(q, layout))
+        num_queries = np.full(batch, queries.shape[1], np.int64)
+    rows, lengths = (int(num_queries.max(initial=0)),), (int(num_keys.max(initial=0)), capacity)
+    if cu_seqlens_q is None:
+        rows = (queries.shape[1],)
+    extent = Extent(batch, queries.shape[2], rows, lengths, cu_seqlens_q, num_keys, num_queries)
+    return _call(q, queries, keys, extent, layout, backend, index, options)
 
 
 def check_table(block_table: Array, pages_used: Array, num_pages: int) -> None:
@@ -179,8 +244,8 @@ def check_table(block_table: Array, pages_used: Array, num_pages: int) -> None:
 def _call(
     q: Array,
     queries: Array,
-    keys: Array,
-    values: Array,
+    keys: _Keys,
+    extent: Extent,
     layout: str,
     backend: str,
     index: dict[str, Any],
@@ -192,26 +257,30 @@ def _call(
         known = ", ".join(DEFAULTS)
         raise TypeError(f"unexpected keyword argument {sorted(unknown)[0]!r}; options are {known}")
     options = {**DEFAULTS, **given}
-    names = ("k_cache", "v_cache") if index.get("block_table") is not None else ("k", "v")
-    dtype = _check_types(queries, keys, values, names)
-    _check_shapes(queries, keys, values, names)
-    batch = queries.shape[0] if index.get("cu_seqlens_q") is None else index["cu_seqlens_q"].shape[0] - 1
-    inputs = {"q": queries, names[0]: keys, names[1]: values, **index, "q_offset": options["q_offset"]}
-    inputs = {name: x for name, x in inputs.items() if isinstance(x, np.ndarray)}
-    out = _provide_out(options["out"], options["out_dtype"], q, (*q.shape[:-1], values.shape[3]), inputs)
+    dtype = _check_types(queries, keys)
+    head_dim_v = _check_shapes(queries, keys)
+    _refuse_foreign(options, backend)
+    inputs = _arrays_of(
+        {"q": queries, **dict(zip(keys.names, keys.canonical, strict=True)), **index}, options
+    )
+    out = _provide_out(options["out"], options["out_dtype"], q, (*q.shape[:-1], head_dim_v), inputs)
     lse = lse_view = None
     if _checks.flag("return_lse", options["return_lse"]):
         lse, lse_view = _provide_lse(q, queries, layout, dtype)
-    causal, q_offset = _alignment(options["causal"], options["q_offset"], batch)
+    causal, q_offset = _alignment(options["causal"], options["q_offset"], extent.batch)
+    _max_seqlen_q(options["max_seqlen_q"], extent)
     args = AttentionArgs(
         q=queries,
-        k=keys,
-        v=values,
+        k=keys.canonical[0],
+        v=keys.canonical[1],
         out=_canonical_out(out, layout),
         lse=lse,
+        kv_dtype=keys.dtype.name,
+        k_scale=_storage_scale("k_scale", options, keys, 0),
+        v_scale=_storage_scale("v_scale", options, keys, 1),
         scale=_scale(options["scale"], queries.shape[3]),
         causal=causal,
-        window=_window(options["window"]),
+        **_score_options(options, extent, backend),
         q_offset=q_offset,
         cu_seqlens_q=index.get("cu_seqlens_q"),
         cu_seqlens_kv=index.get("cu_seqlens_kv"),
@@ -224,39 +293,93 @@ def _call(
         num_threads=_positive("num_threads", options["num_threads"]),
         workspace=_workspace(options["workspace"], {**inputs, "out": out}),
     )
-    if backend == "numpy":
-        for name in ("isa", "num_threads", "workspace"):
-            if options[name] is not None:
-                raise unsupported(name, _checks.describe(options[name]), "the numpy backend", "leave it out")
     return Call(args, out, lse_view)
 
 
-def _check_types(queries: Array, keys: Array, values: Array, names: tuple[str, str]) -> _dtypes.DType:
-    dtype, stored, stored_v = (_dtypes.lookup(x.dtype) for x in (queries, keys, values))
-    assert dtype is not None and stored is not None and stored_v is not None  # float_array has seen to it
-    if stored_v is not stored:
-        raise invalid(names[1], f"dtype {stored_v.name}", f"{stored.name}, the dtype of {names[0]}")
-    if (dtype.name == "float64") != (stored.name == "float64"):
+def _score_options(options: dict[str, Any], extent: Extent, backend: str) -> dict[str, Any]:
+    """Return the fields of `AttentionArgs` that change scores or hide keys."""
+    window = _window(options["window"])
+    sink_tokens = _args_terms.sink_tokens(options["sink_tokens"])
+    return {
+        "window": window,
+        # Without a window there is nothing that they are exempt from.
+        "sink_tokens": 0 if window == (UNLIMITED, UNLIMITED) else sink_tokens,
+        "softcap": _args_terms.softcap(options["softcap"]),
+        "score_mod": _args_terms.user_function("score_mod", options["score_mod"], backend),
+        "alibi_slopes": _args_terms.alibi_slopes(options["alibi_slopes"], extent),
+        "bias": _args_terms.broadcast_term("bias", options["bias"], extent),
+        "spans": _args_terms.spans(options["spans"], extent),
+        "mask": _args_terms.broadcast_term("mask", options["mask"], extent),
+        "mask_mod": _args_terms.user_function("mask_mod", options["mask_mod"], backend),
+        "tree": _args_terms.tree(options["tree"], extent),
+        "sinks": _args_terms.sinks(options["sinks"], extent.num_heads),
+        "lse_includes_sinks": _checks.flag("lse_includes_sinks", options["lse_includes_sinks"]),
+    }
+
+
+def _storage_scale(name: str, options: dict[str, Any], keys: _Keys, which: int) -> Array | None:
+    shape = keys.canonical[which].shape[:3]
+    return _args_terms.scale_of(name, options[name], keys.given[which], shape, keys.to_canonical)
+
+
+def _arrays_of(inputs: dict[str, Any], options: dict[str, Any]) -> dict[str, Array]:
+    """Return every array that a call reads, by the name of its argument."""
+    found = {**inputs, **{name: x for name, x in options.items() if name not in ("out", "workspace")}}
+    spans = options["spans"]
+    if isinstance(spans, (tuple, list)):
+        found.update((f"spans[{i}]", end) for i, end in enumerate(spans))
+    return {name: x for name, x in found.items() if isinstance(x, np.ndarray)}
+
+
+def _refuse_foreign(options: dict[str, Any], backend: str) -> None:
+    """Refuse options of other backends, by name."""
+    for names, owner in ((_ONLY_C, "c"), (_ONLY_CUDA, "cuda")):
+        for name in names:
+            value = options[name]
+            if backend == owner or value is None or value is DEFAULTS[name]:
+                continue
+            raise unsupported(name, _checks.describe(value), f"the {backend} backend", "leave it out")
+
+
+def _max_seqlen_q(value: Any, extent: Extent) -> None:
+    """Check the bound on query lengths, which only lengths on a device need."""
+    if value is None:
+        return
+    bound = _checks.integer("max_seqlen_q", value, 0)
+    longer = np.flatnonzero(extent.num_queries > bound)
+    if longer.size:
+        b = int(longer[0])
+        raise invalid(
+            "max_seqlen_q", bound, f"at least {int(extent.num_queries[b])}, the queries of sequence {b}"
+        )
+
+
+def _check_types(queries: Array, keys: _Keys) -> _dtypes.DType:
+    dtype = _dtypes.lookup(queries.dtype)
+    assert dtype is not None  # float_array has seen to it
+    if (dtype.name == "float64") != (keys.dtype.name == "float64"):
         expected = (
             "float64 beside a float64 q" if dtype.name == "float64" else f"no float64 beside a {dtype.name} q"
         )
-        raise invalid(names[0], f"dtype {stored.name}", expected)
+        raise invalid(keys.names[0], f"dtype {keys.dtype.name}", expected)
     return dtype
 
 
-def _check_shapes(queries: Array, keys: Array, values: Array, names: tuple[str, str]) -> None:
-    if queries.shape[3] == 0 or values.shape[3] == 0:
+def _check_shapes(queries: Array, keys: _Keys) -> int:
+    """Return the width of the values."""
+    names, (k, v) = keys.names, keys.canonical
+    head_dim, head_dim_v = (x.shape[3] * keys.dtype.per_item for x in (k, v))
+    if queries.shape[3] == 0 or head_dim_v == 0:
         name = "q" if queries.shape[3] == 0 else names[1]
         raise invalid(name, "head_dim 0", "a head_dim of at least 1")
-    if keys.shape[3] != queries.shape[3]:
-        raise invalid(names[0], f"head_dim {keys.shape[3]}", f"head_dim {queries.shape[3]}, that of q")
-    if values.shape[:3] != keys.shape[:3]:
-        raise invalid(
-            names[1], f"shape {values.shape}", f"shape {keys.shape[:3]} + (head_dim_v,), as {names[0]}"
-        )
-    num_heads, num_kv_heads = queries.shape[2], keys.shape[2]
+    if head_dim != queries.shape[3]:
+        raise invalid(names[0], f"head_dim {head_dim}", f"head_dim {queries.shape[3]}, that of q")
+    if v.shape[:3] != k.shape[:3]:
+        raise invalid(names[1], f"shape {v.shape}", f"shape {k.shape[:3]} + (head_dim_v,), as {names[0]}")
+    num_heads, num_kv_heads = queries.shape[2], k.shape[2]
     if num_heads % num_kv_heads if num_kv_heads else num_heads:
         raise invalid(names[0], f"{num_kv_heads} heads", f"a divisor of the {num_heads} heads of q")
+    return int(head_dim_v)
 
 
 def _provide_out(

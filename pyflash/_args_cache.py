@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import _args, _checks
+from . import _args, _args_terms, _checks, _dtypes
 from ._description import AppendArgs, Array, MergeArgs
 from ._errors import invalid
 
@@ -26,7 +27,15 @@ class MergeCall(NamedTuple):
     lse: Array
 
 
-def merge(out: Any, lse: Any, *, layout: str = "bshd", sinks: Any = None, out_dtype: Any = None) -> MergeCall:
+def merge(
+    out: Any,
+    lse: Any,
+    *,
+    layout: str = "bshd",
+    sinks: Any = None,
+    lse_includes_sinks: bool = False,
+    out_dtype: Any = None,
+) -> MergeCall:
     """Check the parts of a merge and provide its result arrays."""
     _checks.choice("layout", layout, ("bshd", "bhsd"))
     out, _ = _checks.float_array("out", out, _PART_AXES)
@@ -45,10 +54,7 @@ def merge(out: Any, lse: Any, *, layout: str = "bshd", sinks: Any = None, out_dt
         raise invalid("lse", f"shape {lse.shape}", f"shape {shape}, one number per row of out")
     if lse_dtype.name not in ("float32", "float64"):
         raise invalid("lse", f"dtype {lse_dtype.name}", "float32 or float64")
-    if sinks is not None:
-        sinks, _ = _checks.float_array("sinks", sinks, {1: "(num_heads,)"})
-        if sinks.shape != (num_heads,):
-            raise invalid("sinks", f"shape {sinks.shape}", f"shape (num_heads,) = ({num_heads},)")
+    sinks = _args_terms.sinks(sinks, num_heads)
     result = np.empty(
         out.shape[1:], out.dtype if out_dtype is None else _checks.dtype_named("out_dtype", out_dtype)
     )
@@ -57,6 +63,7 @@ def merge(out: Any, lse: Any, *, layout: str = "bshd", sinks: Any = None, out_dt
         parts=parts,
         part_lse=np.expand_dims(lse, {5: (), 4: (1,), 3: (1, 2)}[out.ndim]),
         sinks=sinks,
+        lse_includes_sinks=_checks.flag("lse_includes_sinks", lse_includes_sinks),
         out=_args.canonical(result, layout),
         lse=result_lse,
     )
@@ -76,16 +83,22 @@ def append(
     cos: Any = None,
     sin: Any = None,
     interleaved: bool = False,
+    k_scale: Any = None,
+    v_scale: Any = None,
+    kv_dtype: Any = None,
     cache_layout: str = "nhd",
 ) -> AppendArgs:
     """Check an append and turn tables, lengths or slots into one slot per token."""
     _checks.choice("cache_layout", cache_layout, ("nhd", "hnd"))
     k, v = (_checks.float_array(name, x, _TOKEN_AXES)[0] for name, x in (("k", k), ("v", v)))
-    caches = [
-        _args.cache_view(_checks.float_array(name, x, _args.CACHE_AXES[cache_layout])[0], cache_layout)
-        for name, x in (("k_cache", k_cache), ("v_cache", v_cache))
-    ]
-    _check_append_shapes(k, v, *caches)
+    _checks.choice("kv_dtype", kv_dtype, (None, *_dtypes.OF_BYTES))
+    given_caches, caches, stored = [], [], []
+    for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
+        cache, dtype = _checks.stored_array(name, x, _args.CACHE_AXES[cache_layout], kv_dtype)
+        given_caches.append(cache)
+        caches.append(_args.cache_view(cache, cache_layout))
+        stored.append(dtype)
+    _check_append_shapes(k, v, caches, stored)
     given = {"k": k, "v": v, "cos": cos, "sin": sin, "slots": slots}
     given |= {"block_table": block_table, "seq_lens": seq_lens, "cu_seqlens": cu_seqlens}
     inputs = {name: x for name, x in given.items() if isinstance(x, np.ndarray)}
@@ -96,41 +109,105 @@ def append(
         raise invalid(
             "slots", f"{found} of slots and seq_lens", "either slots, or seq_lens (and a block_table)"
         )
-    num_slots = caches[0].shape[0] * caches[0].shape[1]
     if slots is not None:
         for name, other in (("block_table", block_table), ("cu_seqlens", cu_seqlens)):
             if other is not None:
                 raise invalid(name, _checks.describe(other), "None beside slots, which say every place")
-        slots = _checks.index_array("slots", slots, k.shape[:-2], f"{k.shape[:-2]}, one per token")
-        _checks.index_range(
-            "slots", slots, -1, num_slots - 1, "page * page_size + place, or -1 to skip the token"
-        )
-        slots, positions = slots.reshape(-1), None
+        slots, positions = _given_slots(slots, k, caches[0]), None
     else:
         slots, positions = _slots_of_sequences(k, caches[0], block_table, seq_lens, cu_seqlens)
+    scales, writes_scales = _append_scales(
+        (k_scale, v_scale),
+        (k, v),
+        given_caches,
+        stored[0],
+        lambda x: _args.cache_view(x, cache_layout),
+        {**inputs, "k_cache": caches[0], "v_cache": caches[1]},
+    )
     interleaved = _checks.flag("interleaved", interleaved)
     cos, sin = _rotation(cos, sin, k.shape[-1], positions, len(slots))
     if k.ndim == 4:
         k, v = (x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]) for x in (k, v))
-    return AppendArgs(k, v, caches[0], caches[1], slots.astype(np.int64), cos, sin, interleaved)
+    return AppendArgs(
+        k=k,
+        v=v,
+        k_cache=caches[0],
+        v_cache=caches[1],
+        kv_dtype=stored[0].name,
+        k_scale=scales[0],
+        v_scale=scales[1],
+        writes_scales=writes_scales,
+        slots=slots.astype(np.int64),
+        cos=cos,
+        sin=sin,
+        interleaved=interleaved,
+    )
 
 
-def _check_append_shapes(k: Array, v: Array, k_cache: Array, v_cache: Array) -> None:
+def _given_slots(slots: Any, k: Array, cache: Array) -> Array:
+    """Return the caller's slots, one per token."""
+    slots = _checks.index_array("slots", slots, k.shape[:-2], f"{k.shape[:-2]}, one per token")
+    last = cache.shape[0] * cache.shape[1] - 1
+    _checks.index_range("slots", slots, -1, last, "page * page_size + place, or -1 to skip the token")
+    flat: Array = slots.reshape(-1)
+    return flat
+
+
+def _append_scales(
+    scales: tuple[Any, Any],
+    tokens: tuple[Array, Array],
+    caches: list[Array],
+    stored: _dtypes.DType,
+    to_canonical: Callable[[Array], Array],
+    others: dict[str, Array],
+) -> tuple[list[Array | None], bool]:
+    """Return the scales of keys and values, and whether they are to be chosen and written."""
+    result: list[Array | None] = []
+    per_token = []
+    for name, scale, x, cache in zip(("k_scale", "v_scale"), scales, tokens, caches, strict=True):
+        if scale is None and stored in _dtypes.QUANTISED:
+            raise invalid(name, "None", f"the scale of a {stored.name} cache")
+        shape = to_canonical(cache).shape[:3]
+        result.append(_args_terms.scale_of(name, scale, cache, shape, to_canonical))
+        per_token.append(isinstance(scale, np.ndarray) and scale.shape == cache.shape[:-1])
+        if per_token[-1]:
+            if stored not in _dtypes.QUANTISED:
+                raise invalid(
+                    name, _checks.describe(scale), f"a number or (num_kv_heads,) for a {stored.name} cache"
+                )
+            _checks.writable_output(name, scale, others)
+            others = {**others, name: scale}
+        elif scale is not None and stored.name in ("int8", "int4") and not np.isfinite(x).all():
+            raise invalid(name[0], "NaN or Inf", f"finite numbers for a {stored.name} cache of a fixed scale")
+        if scale is not None and not per_token[-1] and not np.all(scale):
+            raise invalid(name, "0", "a scale to divide by")
+    if per_token[0] != per_token[1]:
+        name, other = ("v_scale", "k_scale") if per_token[0] else ("k_scale", "v_scale")
+        raise invalid(
+            name,
+            _checks.describe(scales[name == "v_scale"]),
+            f"a scale per token and head as {other}, or fixed scales for both",
+        )
+    return result, per_token[0]
+
+
+def _check_append_shapes(k: Array, v: Array, caches: list[Array], stored: list[_dtypes.DType]) -> None:
     if v.shape[:-1] != k.shape[:-1]:
         raise invalid("v", f"shape {v.shape}", f"shape {k.shape[:-1]} + (head_dim_v,), as k")
-    for name, cache, tokens in (("k_cache", k_cache, k), ("v_cache", v_cache, v)):
-        if cache.shape[2:] != tokens.shape[-2:]:
-            found = f"{cache.shape[2]} heads of width {cache.shape[3]}"
+    for name, cache, dtype, tokens in zip(("k_cache", "v_cache"), caches, stored, (k, v), strict=True):
+        heads, width = cache.shape[2], cache.shape[3] * dtype.per_item
+        if (heads, width) != tokens.shape[-2:]:
+            found = f"{heads} heads of width {width}"
             raise invalid(name, found, f"{tokens.shape[-2]} heads of width {tokens.shape[-1]}, as {name[0]}")
-        if (cache.dtype == np.float64) != (tokens.dtype == np.float64):
+        if (dtype.name == "float64") != (tokens.dtype == np.float64):
             raise invalid(
-                name, f"dtype {cache.dtype} beside {tokens.dtype} tokens", "float64 on both sides or on none"
+                name, f"dtype {dtype.name} beside {tokens.dtype} tokens", "float64 on both sides or on none"
             )
-    for name, x, other in (("v", v, k), ("v_cache", v_cache, k_cache)):
-        if x.dtype != other.dtype:
-            raise invalid(
-                name, f"dtype {x.dtype}", f"{other.dtype}, the dtype of {name.replace('v', 'k', 1)}"
-            )
+    if v.dtype != k.dtype:
+        raise invalid("v", f"dtype {v.dtype}", f"{k.dtype}, the dtype of k")
+    if stored[1] is not stored[0]:
+        raise invalid("v_cache", f"dtype {stored[1].name}", f"{stored[0].name}, the dtype of k_cache")
+    k_cache, v_cache = caches
     if v_cache.shape[:2] != k_cache.shape[:2]:
         raise invalid(
             "v_cache", f"(num_pages, page_size) = {v_cache.shape[:2]}", f"{k_cache.shape[:2]}, as k_cache"

@@ -57,7 +57,7 @@ class _Absent:
     def _refuse(self, args: object) -> NoReturn:
         raise BackendUnavailable(f"backend: {self.name!r} is not available: {self.unavailable()}")
 
-    attention = merge_states = append_kv = explain = _refuse
+    attention = attention_stats = merge_states = append_kv = explain = _refuse
 
 
 def resolve(name: object) -> Backend:

@@ -57,6 +57,24 @@ def float_array(name: str, value: object, axes: dict[int, str]) -> tuple[Array, 
     return array, dtype
 
 
+def stored_array(
+    name: str, value: object, axes: dict[int, str], kv_dtype: str | None
+) -> tuple[Array, _dtypes.DType]:
+    """Return keys or values as stored and their row in the registry; bytes are what `kv_dtype` says."""
+    array = plain_array(name, value, axes)
+    dtype = _dtypes.lookup_stored(array.dtype)
+    named = None if kv_dtype is None else _dtypes.BY_NAME[_dtypes.OF_BYTES[kv_dtype]]
+    if array.dtype == np.uint8:
+        if named is None:
+            raise invalid(name, "dtype uint8", "kv_dtype= beside it, which says what the bytes are")
+        return array, named
+    if dtype is None:
+        raise invalid(name, f"dtype {array.dtype}", f"one of {_dtypes.STORED_NAMES}")
+    if named is not None and dtype is not named:
+        raise invalid(name, f"dtype {array.dtype}", f"{named.name} or uint8, as kv_dtype={kv_dtype!r} says")
+    return array, dtype
+
+
 def dtype_named(name: str, value: object) -> np.dtype[Any]:
     """Return the NumPy dtype that a name, a NumPy dtype or a scalar type stands for."""
     dtype = None

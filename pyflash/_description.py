@@ -21,6 +21,17 @@ UNLIMITED = -1
 DECODE_MAX_ROWS = 16
 
 
+class CFunction(NamedTuple):
+    """A C function that a kernel calls for each element: where it is, and what keeps it there."""
+
+    address: int
+    owner: object
+
+
+#: NumPy functions on the NumPy backend, C functions on the C backend.
+UserFunction = Callable[..., Any] | CFunction
+
+
 class AttentionArgs(NamedTuple):
     """One attention call, checked.
 
@@ -32,12 +43,26 @@ class AttentionArgs(NamedTuple):
 
     q: Array  # (batch, seqlen_q, num_heads, head_dim) | (1, total_q, num_heads, head_dim)
     k: Array  # (batch, seqlen_kv, num_kv_heads, head_dim) | (1, total_kv, ...) | (num_pages, page_size, ...)
-    v: Array  # as k, with head_dim_v
+    v: Array  # as k, with head_dim_v; both as stored: codes of float8, int8, packed int4
     out: Array  # as q, with head_dim_v; to be filled, holds rubbish before
     lse: Array | None  # (batch, num_heads, seqlen_q) | (1, num_heads, total_q); to be filled
+    kv_dtype: str  # registry name of the stored type; int4 packs two elements a byte along head_dim
+    k_scale: Array | None  # k's shape without head_dim, float32, zero strides: value = stored * scale
+    v_scale: Array | None  # as k_scale
     scale: float
+    softcap: float  # scores become softcap * tanh(score / softcap); 0: off
+    score_mod: UserFunction | None  # (score, batch, head, query position, key) -> score
+    alibi_slopes: Array | None  # (batch, num_heads) float64: -slope * |i + offset - j| is added
+    bias: Array | None  # (batch, num_heads, rows, keys) of any float type, zero strides; added; -inf hides
     causal: bool  # key j is visible to row i only if j <= i + offset
     window: tuple[int, int]  # and i + offset - left <= j <= i + offset + right; UNLIMITED
+    sink_tokens: int  # but keys j < sink_tokens are exempt from the window
+    spans: tuple[Array, Array] | None  # lo, hi, (batch, seqlen_q) | (1, total_q) integers: lo <= j < hi
+    mask: Array | None  # as bias, bool: True may be seen
+    mask_mod: UserFunction | None  # (batch, head, query position, key) -> may be seen
+    tree: Array | None  # (batch, num_draft, num_draft) bool: which of the last num_draft keys each sees
+    sinks: Array | None  # (num_heads,) float64: logits that enter the denominator alone
+    lse_includes_sinks: bool
     q_offset: Array | None  # (batch,) int64; None means seqlen_kv - seqlen_q of each sequence
     cu_seqlens_q: Array | None  # (batch + 1,) integers
     cu_seqlens_kv: Array | None  # (batch + 1,) integers
@@ -65,6 +90,7 @@ class MergeArgs(NamedTuple):
     parts: Array  # (num_parts, batch, seqlen, num_heads, head_dim_v)
     part_lse: Array  # (num_parts, batch, num_heads, seqlen)
     sinks: Array | None  # (num_heads,)
+    lse_includes_sinks: bool
     out: Array  # (batch, seqlen, num_heads, head_dim_v); to be filled
     lse: Array  # (batch, num_heads, seqlen); to be filled
 
@@ -76,10 +102,33 @@ class AppendArgs(NamedTuple):
     v: Array  # (num_tokens, num_kv_heads, head_dim_v)
     k_cache: Array  # (num_pages, page_size, num_kv_heads, head_dim); written
     v_cache: Array  # as k_cache, with head_dim_v; written
+    kv_dtype: str  # registry name of the type of the caches
+    k_scale: Array | None  # (num_pages, page_size, num_kv_heads) float32, or zero strides; None: 1
+    v_scale: Array | None
+    writes_scales: bool  # k_scale and v_scale are chosen per token and head, and written
     slots: Array  # (num_tokens,) int64: page * page_size + place, or -1: skipped
     cos: Array | None  # (num_tokens, rotary_dim / 2) float32 or float64: rotation of each token
     sin: Array | None
     interleaved: bool  # rotate neighbouring pairs instead of the two halves
+
+
+class StatsArgs(NamedTuple):
+    """What a second pass over queries and keys, with the log-sum-exp known, is to find out.
+
+    The arrays with names of results are to be filled; those that nobody asked for are None. Rows
+    and keys that do not exist (past a length) are left as the checks have filled them.
+    """
+
+    attention: AttentionArgs  # its v is k, its out is never touched, its lse is None
+    lse: Array  # (batch, num_heads, seqlen_q) | (1, num_heads, total_q) float32 or float64
+    last_queries: int | None  # key_mass counts the last so many rows of each sequence only
+    max_logit: Array | None  # as lse; largest final score, -inf without a visible key
+    entropy: Array | None  # as lse; in nats, 0 without a visible key
+    key_mass: Array | None  # (batch, num_heads, keys): sum of the probabilities over the rows
+    top_k_values: Array | None  # (*lse.shape, k): largest probabilities, falling; 0 behind the last
+    top_k_indices: Array | None  # int64 keys, of equal ones the first one first; -1 behind the last
+    rows: Array | None  # (num_rows,) int64: row numbers inside each sequence
+    row_probabilities: Array | None  # (batch, num_heads, num_rows, keys)
 
 
 class Explanation(NamedTuple):
@@ -140,6 +189,9 @@ class Backend(Protocol):
 
     def append_kv(self, args: AppendArgs) -> None:
         """Write the tokens into the caches."""
+
+    def attention_stats(self, args: StatsArgs) -> None:
+        """Fill the results in `args` that are not None."""
 
     def explain(self, args: AttentionArgs) -> Explanation:
         """Say what `attention` would do, without doing it."""

@@ -18,13 +18,49 @@ causal : bool or "top_left", default False
 window : (left, right), optional
     Row ``i`` at position ``p = i + offset`` sees only ``p - left <= j <= p + right``; both ends
     are included; None or -1 on a side is no limit there.
+spans : (lo, hi), optional
+    Row ``i`` sees only keys ``lo[i] <= j < hi[i]``, within everything else that hides keys. Each end
+    is an int or an int32 or int64 array that broadcasts to (batch, seqlen_q), packed (total_q,), and
+    does not fall from row to row of a sequence. `pyflash.spans` builds them.
 scale : float, optional
     Factor on ``q . k``; any finite number. Default ``1 / sqrt(head_dim)``.
+softcap : float, optional
+    Scores become ``softcap * tanh(score / softcap)``. 0 or None: off.
+alibi_slopes : (num_heads,) or (batch, num_heads) ndarray, optional
+    ``-slope * abs(i + offset - j)`` is added to the scores.
+bias : ndarray, optional
+    Added to the scores; any float type, broadcast (without copies) from any rank to (batch, num_heads,
+    seqlen_q, seqlen_kv), whatever the layout; of packed arrays the last two are the longest lengths,
+    row and key counted inside each sequence. -inf hides a key; a finite number never does.
+mask : bool ndarray, optional
+    True where a key may be seen; broadcast like `bias`.
+sinks : (num_heads,) ndarray, optional
+    Learned logits, in natural units: one more term in each row's denominator, without a value.
+sink_tokens : int, default 0
+    The first so many keys stay visible through the window, though not past a row's causal end.
 q_offset : int or (batch,) int32 or int64 array, optional
     Position of row 0 of each sequence. Default ``seqlen_kv - seqlen_q`` of the sequence.
+tree : (batch, num_draft) int or (batch, num_draft, num_draft) bool ndarray, optional
+    Speculative decoding: the last num_draft keys are draft tokens of a tree. Integers are the parent of
+    each, -1 for the end of the prefix, and a token sees itself and its ancestors; bools say which draft
+    token (axis 1) sees which (axis 2). All other keys are seen as without it.
+score_mod, mask_mod : function, optional
+    Called elementwise: ``score_mod(score, batch, head, query, key)`` gives the score after `softcap`,
+    ``mask_mod(batch, head, query, key)`` whether the key may be seen. ``query`` is the position
+    ``i + offset``. On the NumPy backend functions of arrays that broadcast to (rows, keys); on C
+    function pointers ``double (*)(double, int64_t, int64_t, int64_t, int64_t)`` and
+    ``int32_t (*)(int64_t, int64_t, int64_t, int64_t)`` of cffi, ctypes or numba, called from any thread.
+k_scale, v_scale : float or ndarray, optional
+    What stored keys and values are multiplied by: a number, (num_kv_heads,), or one per token and head:
+    float32 of the shape of `k` or `v` without its last axis. Default 1.
+kv_dtype : {"e4m3fn", "e5m2", "int4"}, optional
+    What keys and values in arrays of uint8 are. int4 packs two elements of two's complement a byte
+    along head_dim, the even one in the low half.
 return_lse : bool, default False
     Also return the log-sum-exp of each row's scores (natural logarithm; -inf for a row that
     sees no key), float32, or float64 for float64 queries.
+lse_includes_sinks : bool, default False
+    Whether `sinks` count in the log-sum-exp; they then are that of a row that sees no key.
 out : ndarray, optional
     Where the result goes; any strides, no overlap with the inputs. Default: a new array.
 out_dtype : dtype or str, optional
@@ -46,6 +82,10 @@ tile : int, optional
 family : {"prefill", "decode"}, optional
     Force a kernel family. Default: decode for sequences with at most 16 query rows per
     key/value head (``seqlen_q * num_heads / num_kv_heads``).
+max_seqlen_q : int, optional
+    A bound on the queries of a sequence; checked, and of use only where lengths lie on a device.
+batch_invariant, q_scale, check_indices
+    Of the CUDA backend; the others refuse them.
 backend : {"auto", "numpy", "c", "cuda"}, optional
     Default: `use_backend`, else ``PYFLASH_BACKEND``, else where the arrays live."""
 
@@ -64,10 +104,14 @@ BackendUnavailable
     The backend cannot run here."""
 
 
+def _first_name(entry: str) -> str:
+    return re.split(r"[ ,]", entry, maxsplit=1)[0]
+
+
 def _parameters(left_out: set[str]) -> str:
     """Return the shared text without the entries of some parameters."""
     entries = re.split(r"\n(?=\S)", _PARAMETERS)
-    return "\n".join(entry for entry in entries if entry.split(" ", 1)[0] not in left_out)
+    return "\n".join(entry for entry in entries if _first_name(entry) not in left_out)
 
 
 def attention_options(lse_shape: str, without: tuple[str, ...] = ()) -> Callable[[_Function], _Function]:

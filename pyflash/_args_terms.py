@@ -1,0 +1,292 @@
+"""Checks of everything that changes a score or hides a key, beyond causal, window and lengths.
+
+Each function returns its argument in the canonical form that `AttentionArgs` documents.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from . import _checks, _dtypes
+from ._checks import MAX_POSITION
+from ._description import Array, CFunction, UserFunction
+from ._errors import invalid, unsupported
+
+_TERM_AXES = {n: f"{n} axes that broadcast" for n in range(1, 5)}
+#: What all function pointers of ctypes derive from.
+_CTYPES_FUNCTION: Any = ctypes.CFUNCTYPE(None).__base__
+
+_SCORE_MOD = "double (*)(double, int64_t, int64_t, int64_t, int64_t)"
+_MASK_MOD = "int32_t (*)(int64_t, int64_t, int64_t, int64_t)"
+
+
+class Extent(NamedTuple):
+    """The shape of a call's score matrices, as far as options have to fit it."""
+
+    batch: int
+    num_heads: int
+    rows: tuple[int, ...]  # lengths that the row axis of a bias may have; the first one is canonical
+    keys: tuple[int, ...]  # the same for the key axis
+    cu_seqlens_q: Array | None
+    num_keys: Array  # (batch,) int64: valid keys of each sequence
+    num_queries: Array  # (batch,) int64
+
+
+def broadcast_term(name: str, value: Any, extent: Extent) -> Array | None:
+    """Return a bias or a mask as a view (batch, num_heads, rows, keys) with zero strides."""
+    if value is None:
+        return None
+    if name == "mask":
+        array = _checks.plain_array(name, value, _TERM_AXES)
+        if array.dtype != np.bool_:
+            raise invalid(
+                name, f"dtype {array.dtype}", "bool, True where a key may be seen; numbers go to bias"
+            )
+    else:
+        array, _ = _checks.float_array(name, value, _TERM_AXES)
+    allowed = ((extent.batch,), (extent.num_heads,), extent.rows, extent.keys)
+    shape = (1,) * (4 - array.ndim) + array.shape
+    if any(have != 1 and have not in want for have, want in zip(shape, allowed, strict=True)):
+        want = ", ".join(" or ".join(dict.fromkeys(map(str, lengths))) for lengths in allowed)
+        raise invalid(
+            name,
+            f"shape {array.shape}",
+            f"a shape that broadcasts to (batch, num_heads, seqlen_q, seqlen_kv) = ({want})",
+        )
+    full = tuple(want[0] if have == 1 else have for have, want in zip(shape, allowed, strict=True))
+    return np.broadcast_to(array, full)
+
+
+def softcap(value: Any) -> float:
+    """Return the cap on scores, 0 for none."""
+    cap = 0.0 if value is None else _checks.number("softcap", value)
+    if cap < 0:
+        raise invalid("softcap", cap, "a number above 0, or 0 or None for none")
+    return cap
+
+
+def alibi_slopes(value: Any, extent: Extent) -> Array | None:
+    """Return the slopes as a new float64 array (batch, num_heads)."""
+    if value is None:
+        return None
+    array, _ = _checks.float_array("alibi_slopes", value, {1: "(num_heads,)", 2: "(batch, num_heads)"})
+    full = (extent.batch, extent.num_heads)
+    if array.shape != full[-array.ndim :]:
+        raise invalid(
+            "alibi_slopes",
+            f"shape {array.shape}",
+            f"shape (num_heads,) = ({full[1]},) or (batch, num_heads) = {full}",
+        )
+    return np.ascontiguousarray(np.broadcast_to(array.astype(np.float64), full))
+
+
+def sinks(value: Any, num_heads: int) -> Array | None:
+    """Return the logits of the sinks as a new float64 array (num_heads,)."""
+    if value is None:
+        return None
+    array, _ = _checks.float_array("sinks", value, {1: "(num_heads,)"})
+    if array.shape != (num_heads,):
+        raise invalid("sinks", f"shape {array.shape}", f"shape (num_heads,) = ({num_heads},)")
+    return array.astype(np.float64)
+
+
+def sink_tokens(value: Any) -> int:
+    """Return how many of the first keys stay visible through a window."""
+    return min(_checks.integer("sink_tokens", value, 0), MAX_POSITION)
+
+
+def spans(value: Any, extent: Extent) -> tuple[Array, Array] | None:
+    """Return both ends as views (batch, seqlen_q), or (1, total_q) of packed queries."""
+    if value is None:
+        return None
+    if not isinstance(value, (tuple, list)) or len(value) != 2:
+        raise invalid("spans", _checks.describe(value), "a pair (lo, hi): row i sees lo[i] <= j < hi[i]")
+    cu_seqlens_q = extent.cu_seqlens_q
+    if cu_seqlens_q is None:
+        full: tuple[int, ...] = (extent.batch, extent.rows[0])
+        meaning = f"a shape that broadcasts to (batch, seqlen_q) = {full}"
+        axes = {1: "(seqlen_q,)", 2: "(batch, seqlen_q)"}
+    else:
+        full = (int(cu_seqlens_q[-1]),)
+        meaning = f"a shape that broadcasts to (total_q,) = {full}"
+        axes = {1: "(total_q,)"}
+    ends = []
+    for i, end in enumerate(value):
+        name = f"spans[{i}]"
+        if isinstance(end, np.ndarray):
+            array = _checks.plain_array(name, end, axes)
+            if array.dtype not in _checks.INDEX_DTYPES:
+                raise invalid(name, f"dtype {array.dtype}", "int32 or int64")
+            shape = (1,) * (len(full) - array.ndim) + array.shape
+            if any(have not in (1, want) for have, want in zip(shape, full, strict=True)):
+                raise invalid(name, f"shape {array.shape}", meaning)
+            array = array if array.flags.aligned else array.copy()
+        else:
+            number = _checks.integer(name, end, -MAX_POSITION, MAX_POSITION)
+            array = np.full((1,) * len(full), number, np.int64)
+        _check_rising(name, np.broadcast_to(array, full), cu_seqlens_q)
+        _checks.index_range(name, array, -MAX_POSITION, MAX_POSITION, "a key position")
+        array = np.broadcast_to(array, full)
+        ends.append(array if cu_seqlens_q is None else array[np.newaxis])
+    return ends[0], ends[1]
+
+
+def _check_rising(name: str, end: Array, cu_seqlens_q: Array | None) -> None:
+    falls = end[..., 1:] < end[..., :-1]
+    if cu_seqlens_q is not None and falls.size:
+        first = cu_seqlens_q[1:-1]
+        falls[first[(first > 0) & (first < end.size)] - 1] = False
+    if falls.any():
+        where = tuple(int(i) for i in np.argwhere(falls)[0])
+        before = int(end[where])
+        where = (*where[:-1], where[-1] + 1)
+        raise invalid(
+            f"{name}[{', '.join(map(str, where))}]",
+            int(end[where]),
+            f"at least {before}, that of the row before: masks that are no rising spans go to mask",
+        )
+
+
+def tree(value: Any, extent: Extent) -> Array | None:
+    """Return who sees whom among the draft tokens, bool (batch, num_draft, num_draft)."""
+    if value is None:
+        return None
+    batch = extent.batch
+    array = _checks.plain_array(
+        "tree", value, {2: "(batch, num_draft) of parents", 3: "(batch, num_draft, num_draft) of ancestors"}
+    )
+    if array.shape[0] != batch or (array.ndim == 3 and array.shape[1] != array.shape[2]):
+        want = f"({batch}, num_draft)" if array.ndim == 2 else f"({batch}, num_draft, num_draft)"
+        raise invalid("tree", f"shape {array.shape}", f"shape {want}")
+    if array.ndim == 3 and array.dtype != np.bool_:
+        raise invalid("tree", f"dtype {array.dtype}", "bool where it has three axes")
+    if array.ndim == 2 and array.dtype not in _checks.INDEX_DTYPES:
+        raise invalid("tree", f"dtype {array.dtype}", "int32 or int64 where it has two axes")
+    num_draft = array.shape[1]
+    short = np.flatnonzero(extent.num_keys < num_draft)
+    if short.size:
+        b = int(short[0])
+        raise invalid(
+            "tree",
+            f"{num_draft} draft tokens",
+            f"at most {int(extent.num_keys[b])}, the keys of sequence {b}",
+        )
+    return np.ascontiguousarray(array) if array.ndim == 3 else _ancestors(array)
+
+
+def _ancestors(parents: Array) -> Array:
+    """Return for every token which tokens it sees: itself and all above it."""
+    batch, num_draft = parents.shape
+    bad = (parents < -1) | (parents >= np.arange(num_draft))
+    if bad.any():
+        b, i = (int(x) for x in np.argwhere(bad)[0])
+        raise invalid(
+            f"tree[{b}, {i}]", int(parents[b, i]), f"-1 to {i - 1}: a parent comes before its children"
+        )
+    seen = np.zeros((batch, num_draft, num_draft), dtype=bool)
+    sequence = np.arange(batch)
+    for i in range(num_draft):
+        parent = parents[:, i]
+        seen[:, i] = seen[sequence, parent] & (parent >= 0)[:, np.newaxis]
+        seen[:, i, i] = True
+    return seen
+
+
+def user_function(name: str, value: Any, backend: str) -> UserFunction | None:
+    """Return a function on elements in the form that the backend calls."""
+    if value is None:
+        return None
+    signature = _SCORE_MOD if name == "score_mod" else _MASK_MOD
+    found = c_function(name, value, signature)
+    if backend == "numpy":
+        if found is not None:
+            raise unsupported(name, "a C function", "the numpy backend", "give a function of NumPy arrays")
+        if not callable(value):
+            raise invalid(name, _checks.describe(value), "a function of NumPy arrays")
+        return value  # type: ignore[no-any-return]
+    if found is None:
+        if not callable(value):
+            raise invalid(name, _checks.describe(value), f"a C function {signature}")
+        raise unsupported(
+            name,
+            "a Python function",
+            f"the {backend} backend",
+            f"give a C function {signature} made by cffi, ctypes or numba.cfunc, or use backend='numpy'",
+        )
+    return found
+
+
+def c_function(name: str, value: Any, signature: str) -> CFunction | None:
+    """Return the address of a C function of cffi, ctypes or numba, None for anything else."""
+    kinds: list[tuple[str, int]] | None = None  # (letter, size) of the result and the arguments
+    if isinstance(value, _CTYPES_FUNCTION):
+        address = ctypes.cast(value, ctypes.c_void_p).value or 0
+        types: list[Any] = [value.restype, *(value.argtypes or ())]
+        kinds = [(_letter(getattr(t, "_type_", "?")), ctypes.sizeof(t) if t else 0) for t in types]
+    elif type(value).__module__ == "_cffi_backend":
+        ffi = sys.modules["_cffi_backend"].FFI()
+        kind = ffi.typeof(value)
+        if kind.kind != "function":
+            raise invalid(name, _checks.describe(value), f"a C function {signature}")
+        address = int(ffi.cast("intptr_t", value))
+        kinds = [
+            ("f" if t.cname in ("float", "double") else "i", 0 if t.kind == "void" else ffi.sizeof(t))
+            for t in (kind.result, *kind.args)
+        ]
+    elif isinstance(getattr(value, "address", None), int):
+        address = value.address
+    else:
+        return None
+    if not address:
+        raise invalid(name, "a null pointer", f"a C function {signature}")
+    want = [("f", 8), ("f", 8)] if name == "score_mod" else [("i", 4)]
+    if kinds is not None and kinds != want + [("i", 8)] * 4:
+        raise invalid(name, f"another signature, {_checks.describe(value)}", f"a C function {signature}")
+    return CFunction(address, value)
+
+
+def _letter(ctypes_code: str) -> str:
+    return "f" if ctypes_code in "fd" else "i"
+
+
+def scale_of(
+    name: str, value: Any, stored: Array, keys_shape: tuple[int, ...], to_canonical: Callable[[Array], Array]
+) -> Array | None:
+    """Return a storage scale as float32 with the axes (batch, token, kv head) of canonical keys.
+
+    `stored` is the array that it belongs to in the caller's axes, `to_canonical` what turns such an
+    array into one with four axes.
+    """
+    if value is None:
+        return None
+    num_kv_heads = keys_shape[2]
+    per_token = stored.shape[:-1]
+    if not isinstance(value, np.ndarray):
+        number = np.asarray(narrowed(name, _checks.number(name, value)), np.float32)
+        return np.broadcast_to(number, keys_shape)
+    array, dtype = _checks.float_array(name, value, {n: f"{n} axes" for n in {1, len(per_token)}})
+    if array.shape == per_token:
+        if dtype.name != "float32":
+            raise invalid(name, f"dtype {array.dtype}", "float32 where there is a scale per token and head")
+        return to_canonical(array[..., np.newaxis])[..., 0]
+    if array.shape != (num_kv_heads,):
+        raise invalid(
+            name,
+            f"shape {array.shape}",
+            f"a number, shape (num_kv_heads,) = ({num_kv_heads},), or {per_token}, one per token and head",
+        )
+    for h, x in enumerate(array.tolist()):
+        narrowed(f"{name}[{h}]", x)
+    return np.broadcast_to(array.astype(np.float32), keys_shape)
+
+
+def narrowed(name: str, x: float) -> float:
+    """Return a scale, refused where it is no finite float32."""
+    if not abs(x) <= _dtypes.BY_NAME["float32"].largest:
+        raise invalid(name, x, "a finite float32")
+    return x
