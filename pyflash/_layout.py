@@ -2,7 +2,7 @@
 
 This is the only place of the reference that knows dense from packed from paged. Whatever is
 loaded becomes a contiguous float64 copy of a few rows, so that the arithmetic after it is the
-same, to the bit, for every layout.
+same, to the bit, for every layout and for every type that stores the same numbers.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ._description import Array, AttentionArgs
+from ._storage import decode
 
 
 class Sequence(NamedTuple):
@@ -66,6 +67,38 @@ class RowBlock(NamedTuple):
         return position
 
 
+class Pairs(NamedTuple):
+    """The pairs of a query row and a key that masks and score terms are asked about.
+
+    The arrays are read-only int64 and broadcast against each other to ``(rows, keys)``.
+    """
+
+    sequence: Sequence
+    row: Array  # (rows, 1) query row i of the sequence
+    head: Array  # (rows, 1) query head
+    query: Array  # (rows, 1) position i + offset of the row, counted from the first key
+    key: Array  # (1, keys) position j of the key; all are keys of the sequence
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """``(rows, keys)``."""
+        return self.row.shape[0], self.key.shape[1]
+
+    def of(self, array: Array) -> Array:
+        """Return the elements of a bias or mask ``(batch, num_heads, rows, keys)`` at the pairs."""
+        elements: Array = array[self.sequence.number, self.head, self.row, self.key]
+        return elements
+
+
+def pairs(block: RowBlock, key: Array) -> Pairs:
+    """Return the pairs of all rows of a block and the keys at positions `key`, shape (keys,)."""
+    columns = [x.astype(np.int64)[:, np.newaxis] for x in (block.row, block.head, block.position)]
+    axes = [*columns, key.astype(np.int64)[np.newaxis, :]]
+    for axis in axes:
+        axis.flags.writeable = False
+    return Pairs(block.sequence, *axes)
+
+
 def row_blocks(args: AttentionArgs, sequence: Sequence, size: int | None) -> Iterator[RowBlock]:
     """Yield the query rows of a sequence, kv head by kv head, in blocks of exactly `size` rows.
 
@@ -107,17 +140,27 @@ def pages_of(args: AttentionArgs, sequence: Sequence, key: Array) -> Array:
     return pages
 
 
-def load_keys(args: AttentionArgs, block: RowBlock, key: Array) -> tuple[Array, Array]:
-    """Return the keys ``(keys, head_dim)`` and values ``(keys, head_dim_v)`` at positions `key`.
+def load_keys(args: AttentionArgs, block: RowBlock, key: Array) -> Array:
+    """Return the keys at positions `key` as a new float64 array ``(keys, head_dim)``.
 
-    New float64 arrays. Every position must lie within the sequence; nothing else of the block
-    table, of a page or of the arrays is read.
+    Every position must lie within the sequence; nothing else of the block table, of a page, of
+    the arrays or of their scales is read.
     """
+    return _loaded(args, block, key, args.k, args.k_scale)
+
+
+def load_values(args: AttentionArgs, block: RowBlock, key: Array) -> Array:
+    """Return the values at positions `key`, ``(keys, head_dim_v)``; as `load_keys`."""
+    return _loaded(args, block, key, args.v, args.v_scale)
+
+
+def _loaded(args: AttentionArgs, block: RowBlock, key: Array, stored: Array, scale: Array | None) -> Array:
+    """Return what the elements stored at positions `key` stand for: their number times their scale."""
     sequence = block.sequence
     address: tuple[Any, ...] = (sequence.kv_batch, sequence.kv_start + key, block.kv_head)
     if args.block_table is not None:
         address = (pages_of(args, sequence, key), key % args.k.shape[1], block.kv_head)
-    return (
-        np.ascontiguousarray(args.k[address], dtype=np.float64),
-        np.ascontiguousarray(args.v[address], dtype=np.float64),
-    )
+    numbers = np.ascontiguousarray(decode(stored[address], args.kv_dtype))
+    if scale is not None:
+        numbers *= scale[address].astype(np.float64)[:, np.newaxis]
+    return numbers

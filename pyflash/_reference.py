@@ -8,7 +8,6 @@ whatever the inputs are; the one rounding to another type is that of the result.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -21,10 +20,26 @@ from ._description import (
     AttentionArgs,
     Explanation,
     MergeArgs,
+    StatsArgs,
 )
-from ._layout import RowBlock, Sequence, group_size, load_keys, load_q, row_blocks, sequences, store
-from ._masks import visible_keys
+from ._layout import (
+    RowBlock,
+    Sequence,
+    group_size,
+    load_keys,
+    load_q,
+    load_values,
+    pairs,
+    row_blocks,
+    sequences,
+    store,
+)
+from ._masks import key_tiles, visible_keys
+from ._reference_append import append
+from ._reference_stats import stats_of_sequence
+from ._scores import scores
 from ._state import (
+    LOWEST,
     State,
     state_empty,
     state_finish,
@@ -46,13 +61,6 @@ SMALLER_VALUES = 2.0**-40
 PREFILL_ROWS = 32
 
 
-def scores(args: AttentionArgs, q: Array, k: Array) -> Array:
-    """Return the final scores ``(rows, keys)`` before any mask: ``scale * (q . k)``."""
-    s: Array = q @ k.T
-    s *= args.scale
-    return s
-
-
 def quiet() -> np.errstate:
     """Return a context without NumPy's warnings: infinities and NaN belong to the definition."""
     return np.errstate(all="ignore")
@@ -72,22 +80,36 @@ def naive(args: AttentionArgs) -> None:
 def _textbook(args: AttentionArgs, block: RowBlock) -> tuple[Array, Array]:
     """Return out and lse of all rows of one kv head, by softmax over the whole score matrix."""
     key = np.arange(block.sequence.seqlen_kv)
-    k, v = load_keys(args, block, key)
-    visible = visible_keys(args, block.position, key)
-    s = scores(args, load_q(args, block), k)
+    at = pairs(block, key)
+    visible = visible_keys(args, at)
+    s = scores(args, at, load_q(args, block), load_keys(args, block, key))
     np.copyto(s, -np.inf, where=~visible)
-    m = s.max(axis=1, initial=-np.inf)
+    lse = _log_sum_exp(s)
+    if args.sinks is not None:
+        # A sink is one more column, whose value is zero. It is held finite, so that +inf takes all
+        # the weight instead of being inf - inf.
+        sinks = args.sinks[block.head]
+        s = np.column_stack([s, np.minimum(sinks, -LOWEST)])
+        if args.lse_includes_sinks:
+            lse = np.logaddexp(lse, sinks)
 
-    p = s  # in place: one matrix of N^2 numbers is what the textbook needs
-    p -= m[:, np.newaxis]
+    p = s  # in place: few matrices of N^2 numbers are what the textbook needs
+    p -= s.max(axis=1, initial=-np.inf, keepdims=True)
     np.exp(p, out=p)
-    l = p.sum(axis=1)
-    p /= l[:, np.newaxis]
+    p /= p.sum(axis=1, keepdims=True)
 
-    # Without a visible key p is NaN, by -inf - -inf; such rows are selected away.
+    # Without a visible key p may be NaN, by -inf - -inf; such rows are selected away.
     seen = visible.any(axis=1, keepdims=True)
-    out = np.where(seen, weighted_sum(p, v, visible), 0.0)
-    return out, np.where(m == -np.inf, -np.inf, m + np.log(l))
+    out = weighted_sum(p[:, : key.size], load_values(args, block, key), visible)
+    return np.where(seen, out, 0.0), lse
+
+
+def _log_sum_exp(s: Array) -> Array:
+    """Return the logarithm of the sum of the exponentials of each row, -inf for a sum of nothing."""
+    m = s.max(axis=1, initial=-np.inf)
+    terms = s - m[:, np.newaxis]
+    np.exp(terms, out=terms)
+    return np.where(m == -np.inf, -np.inf, m + np.log(terms.sum(axis=1)))
 
 
 class Plan(NamedTuple):
@@ -120,23 +142,6 @@ def plan(args: AttentionArgs, sequence: Sequence) -> Plan:
     return Plan(family, DECODE_MAX_ROWS if family == "decode" else PREFILL_ROWS, tile, borders)
 
 
-def key_tiles(
-    args: AttentionArgs, block: RowBlock, lo: int, hi: int, tile: int
-) -> Iterator[tuple[Array, Array]]:
-    """Yield positions ``(tile,)`` and visibility ``(rows, tile)`` of each tile that a row sees.
-
-    The last tile of a split is as long as the others: it repeats its last key, invisibly. So the
-    sums over a tile have one order, and a row's bits don't depend on how many keys follow those
-    that it sees. Tiles that no row of the block sees would change nothing and are left out.
-    """
-    for start in range(lo, hi, tile):
-        position = np.arange(start, start + tile)
-        key = np.minimum(position, hi - 1)
-        visible = visible_keys(args, block.position, key) & (position < hi)
-        if visible.any():
-            yield key, visible
-
-
 class NumpyBackend:
     """The tiled recurrence in NumPy, in memory that doesn't depend on the number of keys."""
 
@@ -165,15 +170,15 @@ class NumpyBackend:
             args.lse[...] = lse.swapaxes(1, 2)
 
     def append_kv(self, args: AppendArgs) -> None:
-        """Write the tokens into their slots, keys rotated if ``args.cos`` is given."""
-        token = np.flatnonzero(args.slots >= 0)
-        page, place = np.divmod(args.slots[token], args.k_cache.shape[1])
-        k = args.k[token]
+        """Write the tokens into their slots, rotated and quantised as the call says."""
         with quiet():
-            if args.cos is not None and args.sin is not None:
-                k = _rotated(k, args.cos[token], args.sin[token], args.interleaved)
-            args.k_cache[page, place] = k.astype(args.k_cache.dtype)
-            args.v_cache[page, place] = args.v[token].astype(args.v_cache.dtype)
+            append(args)
+
+    def attention_stats(self, args: StatsArgs) -> None:
+        """Fill the results in `args` that are not None, one tile of one block of rows at a time."""
+        with quiet():
+            for sequence in sequences(args.attention):
+                stats_of_sequence(args, sequence, PREFILL_ROWS, TILE)
 
     def explain(self, args: AttentionArgs) -> Explanation:
         """Say how `attention` would cut the call; walks over all tiles, but loads none."""
@@ -223,7 +228,10 @@ def _merged(args: MergeArgs, value_factor: float) -> tuple[Array, Array]:
     state = state_merge_tree(states)
     _, lse = state_finish(state, seen=state.m != -np.inf)
     if args.sinks is not None:
-        state = with_sinks(state, args.sinks.astype(np.float64))
+        sinks = args.sinks.astype(np.float64)
+        state = with_sinks(state, sinks)
+        if args.lse_includes_sinks:
+            lse = np.logaddexp(lse, sinks)
     out, _ = state_finish(state, seen=state.m != -np.inf)
     # All scores of such parts were -inf. A score in another part makes that a weight of 0; where
     # there is none, the union is what they are: softmax of nothing but -inf.
@@ -247,40 +255,31 @@ def _folded(args: AttentionArgs, block: RowBlock, cut: Plan, value_factor: float
     seen = np.zeros(cut.rows, dtype=bool)
 
     def fold(border: tuple[int, int]) -> State:
-        state = state_empty(cut.rows, args.v.shape[3])
-        for key, visible in key_tiles(args, block, *border, cut.tile):
-            k, v = load_keys(args, block, key)
-            state = state_update(state, scores(args, q, k), v * value_factor, visible)
+        state = state_empty(cut.rows, args.out.shape[3])
+        for at, visible in key_tiles(args, block, *border, cut.tile):
+            key = at.key[0]
+            s = scores(args, at, q, load_keys(args, block, key))
+            state = state_update(state, s, load_values(args, block, key) * value_factor, visible)
             seen[visible.any(axis=1)] = True
         return state
 
     state = state_merge_tree(map(fold, cut.borders))
     out, lse = state_finish(state, seen)
+    if args.sinks is not None:
+        sinks = args.sinks[block.head]
+        shared, _ = state_finish(with_sinks(state, sinks), seen)
+        out = np.where(seen[:, np.newaxis], shared, out)  # a row without keys is 0 whatever its sink
+        if args.lse_includes_sinks:
+            lse = np.logaddexp(lse, sinks)
     return out / value_factor, lse
-
-
-def _rotated(k: Array, cos: Array, sin: Array, interleaved: bool) -> Array:
-    """Return keys ``(tokens, num_kv_heads, head_dim)`` rotated by ``(tokens, rotary_dim / 2)``.
-
-    Each pair ``(a, b)`` becomes ``(a cos - b sin, b cos + a sin)``. The pairs are neighbours if
-    `interleaved`, else element d and element d + rotary_dim / 2. What lies past rotary_dim stays.
-    """
-    half = cos.shape[1]
-    first, second = slice(0, half), slice(half, 2 * half)
-    if interleaved:
-        first, second = slice(0, 2 * half, 2), slice(1, 2 * half, 2)
-    cos, sin = cos[:, np.newaxis].astype(np.float64), sin[:, np.newaxis].astype(np.float64)
-    rotated = k.astype(np.float64)
-    a, b = rotated[..., first].copy(), rotated[..., second].copy()
-    rotated[..., first] = a * cos - b * sin
-    rotated[..., second] = b * cos + a * sin
-    return rotated
 
 
 def _working_bytes(args: AttentionArgs, cut: Plan) -> int:
     """Return about how many bytes `attention` holds besides its inputs and outputs."""
-    head_dim, head_dim_v = args.q.shape[3], args.v.shape[3]
-    score_matrices = 4 * cut.rows * cut.tile  # scores, selected, their difference to m, p
+    head_dim, head_dim_v = args.q.shape[3], args.out.shape[3]
+    # Scores, selected, their difference to m, p. While a mask or a term is found there are others
+    # instead: what of the user's arrays lies at the pairs, as stored and as computed.
+    score_matrices = 4 * cut.rows * cut.tile
     tile_of_keys = 2 * cut.tile * (head_dim + head_dim_v)  # as stored and as computed
     states = (len(cut.borders).bit_length() + 3) * cut.rows * (head_dim_v + 2)
     numbers = score_matrices + tile_of_keys + states + 2 * cut.rows * head_dim

@@ -13,9 +13,10 @@ import numpy as np
 from . import _args, _checks
 from ._description import Array, AttentionArgs
 from ._errors import invalid
-from ._layout import RowBlock, load_keys, load_q, pages_of, row_blocks, sequences
+from ._layout import RowBlock, load_keys, load_q, load_values, pages_of, pairs, row_blocks, sequences
 from ._masks import visible_keys
-from ._reference import naive, plan, quiet, scores
+from ._reference import naive, plan, quiet
+from ._scores import scores
 from ._state import (
     LOWEST,
     State,
@@ -212,13 +213,14 @@ class _Recorder:
     def run_split(self, split: int) -> _Part:
         """Fold the tiles of one split, recording each step."""
         lo, hi = self.borders[split]
-        state = state_empty(self.block.row.size, self.args.v.shape[3])
+        state = state_empty(self.block.row.size, self.args.out.shape[3])
         seen = np.zeros(self.block.row.shape, dtype=bool)
         for tile, start in enumerate(range(lo, hi, self.tile)):
             key = np.arange(start, min(start + self.tile, hi))
-            k, v = load_keys(self.args, self.block, key)
-            visible = visible_keys(self.args, self.block.position, key)
-            s = scores(self.args, self.q, k)
+            at = pairs(self.block, key)
+            visible = visible_keys(self.args, at)
+            s = scores(self.args, at, self.q, load_keys(self.args, self.block, key))
+            v = load_values(self.args, self.block, key)
             after = state_update(state, s, v, visible, floor=self.floor)
             seen = seen | visible.any(axis=1)
             self.steps.append(self._step(split, tile, key, np.where(visible, s, -np.inf), state, after, seen))

@@ -13,9 +13,9 @@ import pytest
 import pyflash
 from pyflash import _args
 from pyflash._description import DECODE_MAX_ROWS
-from pyflash._layout import row_blocks, sequences
-from pyflash._masks import MASKS, visible_keys
-from pyflash._reference import BACKEND, DECODE_SPLIT, PREFILL_ROWS, TILE, key_tiles, plan
+from pyflash._layout import pairs, row_blocks, sequences
+from pyflash._masks import MASKS, key_tiles, visible_keys
+from pyflash._reference import BACKEND, DECODE_SPLIT, PREFILL_ROWS, TILE, plan
 from pyflash._state import (
     State,
     fold_tree,
@@ -156,26 +156,40 @@ def test_scores_of_minus_infinity_from_the_data(cut):
     assert lse[1] == 0.0
 
 
+def seen_keys(args: _args.AttentionArgs) -> np.ndarray:
+    """(rows, keys): what the masks say of all rows and keys of one sequence with one head."""
+    (sequence,) = sequences(args)
+    (block,) = row_blocks(args, sequence, size=None)
+    return visible_keys(args, pairs(block, np.arange(sequence.seqlen_kv)))
+
+
 def test_masks_of_the_contract():
     """With 2 queries and 5 keys the rows see 4 and 5; with 5 queries and 2 keys three see none."""
     for seqlen_q, seqlen_kv, want in [(2, 5, [4, 5]), (5, 2, [0, 0, 0, 1, 2])]:
         q, k = np.zeros((seqlen_q, 1)), np.zeros((seqlen_kv, 1))
         args = _args.dense(q, k, k, backend="numpy", causal=True).args
-        rows = np.arange(seqlen_q) + seqlen_kv - seqlen_q
-        assert visible_keys(args, rows, np.arange(seqlen_kv)).sum(axis=1).tolist() == want
+        assert seen_keys(args).sum(axis=1).tolist() == want
 
 
 def test_masks_combine_by_and():
     x = np.zeros((6, 1))
-    position = np.arange(6)
-    options: dict[str, dict[str, Any]] = {"causal": {"causal": True}, "window": {"window": (1, 2)}}
+    rng = np.random.default_rng(15)
+    options: dict[str, dict[str, Any]] = {
+        "causal": {"causal": True},
+        "window": {"window": (1, 2), "sink_tokens": 1},
+        "spans": {"spans": (np.array([0, 0, 0, 1, 1, 2]), 5)},
+        "mask": {"mask": rng.random((6, 6)) < 0.8},
+        "mask_mod": {"mask_mod": lambda batch, head, query, key: (query + key) % 5 != 1},
+        "tree": {"tree": np.array([[-1, 0, 0]])},
+        "bias": {"bias": np.where(rng.random((6, 6)) < 0.2, -np.inf, 1.0)},
+    }
     assert options.keys() == {mask.name for mask in MASKS}
-    each = [
-        visible_keys(_args.dense(x, x, x, backend="numpy", **o).args, position, position)
-        for o in options.values()
-    ]
-    everything = _args.dense(x, x, x, backend="numpy", causal=True, window=(1, 2)).args
-    np.testing.assert_array_equal(visible_keys(everything, position, position), np.logical_and.reduce(each))
+    each = {name: seen_keys(_args.dense(x, x, x, backend="numpy", **o).args) for name, o in options.items()}
+    for name, seen in each.items():
+        assert 0 < seen.sum() < 36, name
+    together = {name: value for o in options.values() for name, value in o.items()}
+    everything = _args.dense(x, x, x, backend="numpy", **together).args
+    np.testing.assert_array_equal(seen_keys(everything), np.logical_and.reduce(list(each.values())))
 
 
 def state_of(seed: int, keys: int, rows: int = 5, amplitude: float = 3.0) -> State:
@@ -323,9 +337,9 @@ def test_tiles_have_one_length_and_repeat_the_last_key_invisibly():
     q, k = np.zeros((3, 1)), np.zeros((5, 1))
     args = _args.dense(q, k, k, backend="numpy").args
     (block,) = row_blocks(args, next(sequences(args)), PREFILL_ROWS)
-    ((key, visible),) = key_tiles(args, block, 0, 5, TILE)
-    assert len(key) == TILE
-    assert key.max() == 4
+    ((at, visible),) = key_tiles(args, block, 0, 5, TILE)
+    assert at.key.shape == (1, TILE)
+    assert at.key.max() == 4
     assert (visible.sum(axis=1) == 5).all()
     assert block.num_rows == 3
     assert block.row.tolist() == [0, 1, *[2] * (PREFILL_ROWS - 2)]
