@@ -13,7 +13,16 @@ from typing import Any
 import numpy as np
 
 from . import _dtypes
-from ._description import DECODE_MAX_ROWS, AppendArgs, Array, AttentionArgs, Explanation, MergeArgs
+from ._description import (
+    DECODE_MAX_ROWS,
+    AppendArgs,
+    Array,
+    AttentionArgs,
+    CFunction,
+    Explanation,
+    MergeArgs,
+    StatsArgs,
+)
 from ._errors import PyflashError, UnsupportedError, invalid
 
 try:
@@ -116,12 +125,15 @@ def _code(array: Array) -> int:
     return dtype.code
 
 
-def _set_tensor(tensor: Any, array: Array, axes: tuple[int | None, ...] = (0, 1, 2, 3)) -> None:
+def _set_tensor(
+    tensor: Any, array: Array, axes: tuple[int | None, ...] = (0, 1, 2, 3), code: int | None = None
+) -> None:
     """Fill a pf_tensor; `axes` are the array's axes in the order batch, token, head, dim."""
-    tensor.data = _pointer(array)
+    # An empty array may have no memory, and a null pointer means that there is no array.
+    tensor.data = _pointer(array) if array.size else ffi.cast("void *", 64)
     strides = [0 if axis is None else array.strides[axis] // array.itemsize for axis in axes]
     tensor.stride_batch, tensor.stride_token, tensor.stride_head, tensor.stride_dim = strides
-    tensor.dtype = _code(array)
+    tensor.dtype = _code(array) if code is None else code
 
 
 def _set_index(index: Any, array: Array | None) -> None:
@@ -134,10 +146,43 @@ def _set_index(index: Any, array: Array | None) -> None:
     index.item_bytes = array.itemsize
 
 
+def _set_terms(call: Any, args: AttentionArgs) -> None:
+    """Fill in what changes scores, hides keys or scales stored elements."""
+    if args.k_scale is not None:
+        _set_tensor(call.k_scale, args.k_scale, (0, 1, 2, None))
+    if args.v_scale is not None:
+        _set_tensor(call.v_scale, args.v_scale, (0, 1, 2, None))
+    if args.spans is not None:
+        _set_index(call.span_lo, args.spans[0])
+        _set_index(call.span_hi, args.spans[1])
+    if args.bias is not None:
+        _set_tensor(call.bias, args.bias, (0, 2, 1, 3))
+    if args.mask is not None:
+        _set_tensor(call.mask, args.mask, (0, 2, 1, 3), code=0)
+    if args.tree is not None and args.tree.size:
+        call.tree = ffi.cast("uint8_t *", _pointer(args.tree))
+        call.num_draft = args.tree.shape[1]
+    if args.alibi_slopes is not None and args.alibi_slopes.size:
+        call.alibi_slopes = ffi.cast("double *", _pointer(args.alibi_slopes))
+    if args.sinks is not None and args.sinks.size:
+        call.sinks = ffi.cast("double *", _pointer(args.sinks))
+    if isinstance(args.score_mod, CFunction):
+        call.score_mod = ffi.cast(ffi.typeof(call.score_mod), args.score_mod.address)
+    if isinstance(args.mask_mod, CFunction):
+        call.mask_mod = ffi.cast(ffi.typeof(call.mask_mod), args.mask_mod.address)
+    call.sink_tokens = args.sink_tokens
+    call.softcap = args.softcap
+    call.lse_includes_sinks = args.lse_includes_sinks
+
+
 def _attention_call(args: AttentionArgs, isa: str) -> Any:
     call = ffi.new("pf_attention_call *")
-    for name in ("q", "k", "v", "out"):
-        _set_tensor(getattr(call, name), getattr(args, name))
+    kv_code = _dtypes.BY_NAME[args.kv_dtype].code
+    _set_tensor(call.q, args.q)
+    _set_tensor(call.k, args.k, code=kv_code)
+    _set_tensor(call.v, args.v, code=kv_code)
+    _set_tensor(call.out, args.out)
+    _set_terms(call, args)
     if args.lse is not None:
         _set_tensor(call.lse, args.lse, (0, 2, 1, None))
     for name in ("cu_seqlens_q", "cu_seqlens_kv", "seq_lens", "block_table", "q_offset"):
@@ -146,7 +191,7 @@ def _attention_call(args: AttentionArgs, isa: str) -> Any:
     call.seqlen_q, call.num_heads, call.head_dim = args.q.shape[1:]
     call.seqlen_kv, call.num_kv_heads = args.k.shape[1:3]
     call.page_size = args.k.shape[1]
-    call.head_dim_v = args.v.shape[3]
+    call.head_dim_v = args.out.shape[3]
     call.window_left, call.window_right = args.window
     call.scale = args.scale
     call.causal = args.causal
@@ -193,10 +238,35 @@ class CBackend:
         call.part_lse_stride_part = args.part_lse.strides[0] // args.part_lse.itemsize
         _set_tensor(call.out, args.out)
         _set_tensor(call.lse, args.lse, (0, 2, 1, None))
-        if args.sinks is not None:
-            sinks = np.ascontiguousarray(args.sinks, np.float64)
-            call.sinks = ffi.cast("double *", _pointer(sinks))
+        call.lse_includes_sinks = args.lse_includes_sinks
+        if args.sinks is not None and args.sinks.size:
+            call.sinks = ffi.cast("double *", _pointer(args.sinks))
         _check(lib.pf_merge_states(call))
+
+    def attention_stats(self, args: StatsArgs) -> None:
+        """Fill the results in `args` that are not None."""
+        attention = _attention_call(args.attention, choose_isa(args.attention.isa)[0])
+        # Nothing reads values; as keys they need no fetching of their own.
+        attention.v, attention.v_scale = attention.k, attention.k_scale
+        attention.head_dim_v = attention.head_dim
+        call = ffi.new("pf_stats_call *")
+        call.attention = attention
+        call.lse = _pointer(args.lse)
+        call.rows_of_lse = args.lse.shape[2]
+        for name in ("max_logit", "entropy", "top_k_values", "key_mass", "row_probabilities"):
+            array = getattr(args, name)
+            if array is not None and array.size:
+                setattr(call, name, _pointer(array))
+        if args.top_k_values is not None and args.top_k_indices is not None:
+            call.top_k = args.top_k_values.shape[-1]
+            call.top_k_indices = ffi.cast("int64_t *", _pointer(args.top_k_indices))
+        if args.key_mass is not None:
+            call.num_keys = args.key_mass.shape[-1]
+        if args.rows is not None and args.row_probabilities is not None and args.row_probabilities.size:
+            call.rows = ffi.cast("int64_t *", _pointer(args.rows))
+            call.num_rows, call.num_keys = args.row_probabilities.shape[2:]
+        call.last_queries = -1 if args.last_queries is None else args.last_queries
+        _check(lib.pf_attention_stats(call))
 
     def append_kv(self, args: AppendArgs) -> None:
         """Write the tokens into the caches."""
@@ -204,8 +274,13 @@ class CBackend:
         call.isa = compiled_isas()[choose_isa(None)[0]]
         _set_tensor(call.k, args.k, (None, 0, 1, 2))
         _set_tensor(call.v, args.v, (None, 0, 1, 2))
-        _set_tensor(call.k_cache, args.k_cache)
-        _set_tensor(call.v_cache, args.v_cache)
+        code = _dtypes.BY_NAME[args.kv_dtype].code
+        _set_tensor(call.k_cache, args.k_cache, code=code)
+        _set_tensor(call.v_cache, args.v_cache, code=code)
+        for scale, array in ((call.k_scale, args.k_scale), (call.v_scale, args.v_scale)):
+            if array is not None:
+                _set_tensor(scale, array, (0, 1, 2, None))
+        call.writes_scales = args.writes_scales
         call.num_tokens, call.num_kv_heads, call.head_dim = args.k.shape
         call.head_dim_v = args.v.shape[2]
         call.page_size = args.k_cache.shape[1]

@@ -21,6 +21,10 @@ int pf_append_kv(const pf_append_call *call) {
     return pf_driver_append(call);
 }
 
+int pf_attention_stats(const pf_stats_call *call) {
+    return pf_driver_stats(call);
+}
+
 const char *pf_status_text(int status) {
     switch (status) {
 #define PF_STATUS(name, code, text)                                                                          \

@@ -28,8 +28,19 @@ typedef struct pf_attention_call {
     int64_t batch, seqlen_q, seqlen_kv; /* lengths of the axes of dense arrays */
     int64_t num_heads, num_kv_heads, head_dim, head_dim_v, page_size;
     int64_t window_left, window_right; /* negative: without limit */
-    double scale;
-    int32_t causal;
+    int64_t sink_tokens;               /* keys below it are exempt from the window */
+    pf_index span_lo, span_hi;         /* [sequence][row], of packed queries [0][row of all] */
+    pf_tensor k_scale, v_scale;        /* float32; stride_dim is unused */
+    pf_tensor bias;                    /* [sequence][row][head][key] in the order of the strides */
+    pf_tensor mask;                    /* as bias, bytes: 0 hides */
+    const uint8_t *tree;               /* (batch, num_draft, num_draft) bytes: 0 hides */
+    const double *alibi_slopes;        /* (batch, num_heads) */
+    const double *sinks;               /* (num_heads,) */
+    double (*score_mod)(double score, int64_t batch, int64_t head, int64_t query, int64_t key);
+    int32_t (*mask_mod)(int64_t batch, int64_t head, int64_t query, int64_t key);
+    int64_t num_draft;
+    double scale, softcap; /* softcap 0: none */
+    int32_t causal, lse_includes_sinks;
     int32_t num_splits;  /* 0: the family's own borders */
     int32_t tile;        /* keys per tile; 0: the kernel's own */
     int32_t family;      /* 0: by shape, 1: prefill, 2: decode */
@@ -58,6 +69,7 @@ typedef struct pf_merge_call {
     int64_t parts_stride_part, part_lse_stride_part;
     const double *sinks; /* (num_heads,), or null */
     int64_t num_parts, batch, seqlen, num_heads, head_dim;
+    int32_t lse_includes_sinks;
     int32_t isa;
 } pf_merge_call;
 
@@ -65,19 +77,37 @@ typedef struct pf_merge_call {
 typedef struct pf_append_call {
     pf_tensor k, v; /* stride_batch is unused */
     pf_tensor k_cache, v_cache;
-    const int64_t *slots; /* (num_tokens,): page * page_size + place, or -1 */
-    const double *cos;    /* (num_tokens, rotary_pairs), or null */
+    pf_tensor k_scale, v_scale; /* float32 [page][place][head], or null: 1 */
+    const int64_t *slots;       /* (num_tokens,): page * page_size + place, or -1 */
+    const double *cos;          /* (num_tokens, rotary_pairs), or null */
     const double *sin;
     int64_t num_tokens, num_kv_heads, head_dim, head_dim_v, page_size, rotary_pairs;
     int32_t interleaved;
+    int32_t writes_scales; /* choose a scale per token and head, and write it */
     int32_t isa;
 } pf_append_call;
+
+/* What a second pass over queries and keys finds out, with the log-sum-exp known. Null: not wanted.
+ * All arrays are contiguous, of the compute type or int64; of packed queries the rows are those of all
+ * sequences, and their batch is 1. Results are added to what they were filled with. */
+typedef struct pf_stats_call {
+    const pf_attention_call *attention; /* its v is k, its out means nothing */
+    const void *lse;                    /* [batch][num_heads][rows_of_lse] */
+    void *max_logit, *entropy;          /* as lse */
+    void *top_k_values;                 /* as lse, with [top_k] behind */
+    int64_t *top_k_indices;
+    void *key_mass;                                               /* [batch][num_heads][num_keys] */
+    const int64_t *rows;                                          /* [num_rows] */
+    void *row_probabilities;                                      /* [batch][num_heads][num_rows][num_keys] */
+    int64_t rows_of_lse, num_keys, num_rows, top_k, last_queries; /* last_queries below 0: all */
+} pf_stats_call;
 
 /* All return a status; 0 is success. pf_status_text gives the words of any status. */
 int pf_attention(const pf_attention_call *call);
 int pf_attention_plan(const pf_attention_call *call, pf_plan *plan);
 int pf_merge_states(const pf_merge_call *call);
 int pf_append_kv(const pf_append_call *call);
+int pf_attention_stats(const pf_stats_call *call);
 const char *pf_status_text(int status);
 
 /* Instruction sets: the rows that were compiled in, slowest first, and whether CPU and operating

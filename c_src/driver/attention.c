@@ -13,7 +13,7 @@ typedef struct pf_run {
     int num_threads; /* that really ran, which may be fewer than were asked for */
 } pf_run;
 
-static void start_context(pf_context *context, const pf_attention_call *call) {
+void pf_start_context(pf_context *context, const pf_attention_call *call) {
     context->compute_dtype = call->q.dtype == PF_F64 ? PF_F64 : PF_F32;
     context->elem_bytes = pf_dtype_size(context->compute_dtype);
     context->kernels = pf_kernels(call->isa, context->compute_dtype == PF_F64);
@@ -21,7 +21,7 @@ static void start_context(pf_context *context, const pf_attention_call *call) {
 
 int pf_driver_plan(const pf_attention_call *call, pf_plan *plan) {
     pf_context context;
-    start_context(&context, call);
+    pf_start_context(&context, call);
     pf_make_context(&context, call);
     pf_count_tiles(&context);
     *plan = context.plan;
@@ -56,7 +56,7 @@ static void run_in(pf_run *run, char *workspace) {
 
 int pf_driver_attention(const pf_attention_call *call) {
     pf_run run;
-    start_context(&run.context, call);
+    pf_start_context(&run.context, call);
     pf_make_context(&run.context, call);
     const pf_plan *plan = &run.context.plan;
     if (plan->num_prefill_items + plan->num_decode_items == 0)

@@ -26,9 +26,19 @@ typedef struct pf_sequence {
     pf_mask mask;
     int decode;          /* which family */
     int64_t num_splits;  /* asked for, but no more than there are keys; 0: the family's own borders */
-    int64_t first_split; /* splits [first_split, end_split) may hold visible keys */
+    int64_t sink_splits; /* splits [0, sink_splits) and [first_split, end_split) may hold visible keys */
+    int64_t first_split;
     int64_t end_split;
 } pf_sequence;
+
+/* How many splits may hold visible keys, and the number of the i-th of them. */
+static inline int64_t pf_num_splits(const pf_sequence *s) {
+    return s->sink_splits + s->end_split - s->first_split;
+}
+
+static inline int64_t pf_split_at(const pf_sequence *s, int64_t i) {
+    return i < s->sink_splits ? i : s->first_split + i - s->sink_splits;
+}
 
 static inline int64_t pf_index_at(const pf_index *index, int64_t i) {
     return pf_integer_at(index->data, index->item_bytes, i * index->stride[0]);
@@ -40,6 +50,27 @@ static inline int64_t pf_split_lo(const pf_sequence *s, int64_t split) {
     if (n > 0) /* split * num_keys / n without overflow */
         return split * (num_keys / n) + split * (num_keys % n) / n;
     return s->decode ? pf_min(split * PF_DECODE_SPLIT_KEYS, num_keys) : split * num_keys;
+}
+
+static inline pf_ends pf_ends_of(const pf_index *index, int64_t sequence, int64_t first_row) {
+    if (!index->data)
+        return (pf_ends){.data = 0};
+    const int64_t offset = sequence * index->stride[0] + first_row * index->stride[1];
+    return (pf_ends){(const char *)index->data + offset * index->item_bytes, index->stride[1],
+                     index->item_bytes};
+}
+
+/* The splits of the decode family that hold keys which some row sees. */
+static inline void pf_find_splits(pf_sequence *s) {
+    const pf_span seen = pf_visible_to_any(&s->mask, 0, s->num_queries - 1, PF_WINDOW_KEYS);
+    const pf_span sinks = pf_visible_to_any(&s->mask, 0, s->num_queries - 1, PF_SINK_KEYS);
+    s->first_split = seen.lo / PF_DECODE_SPLIT_KEYS;
+    s->end_split = pf_max(pf_ceil_div(seen.hi, PF_DECODE_SPLIT_KEYS), s->first_split + 1);
+    if (sinks.lo == sinks.hi)
+        return;
+    s->sink_splits = pf_ceil_div(sinks.hi, PF_DECODE_SPLIT_KEYS);
+    if (s->sink_splits >= s->first_split)
+        s->first_split = s->sink_splits = 0;
 }
 
 static inline pf_sequence pf_get_sequence(const pf_attention_call *call, int64_t b) {
@@ -62,16 +93,16 @@ static inline pf_sequence pf_get_sequence(const pf_attention_call *call, int64_t
                   .offset = call->q_offset.data ? pf_index_at(&call->q_offset, b) : num_keys - s.num_queries,
                   .window_left = call->window_left,
                   .window_right = call->window_right,
+                  .sink_tokens = call->sink_tokens,
+                  .lo = pf_ends_of(&call->span_lo, s.q_batch, s.q_token),
+                  .hi = pf_ends_of(&call->span_hi, s.q_batch, s.q_token),
                   .causal = call->causal};
     s.num_rows = call->num_kv_heads ? s.num_queries * (call->num_heads / call->num_kv_heads) : 0;
     s.decode = call->family ? call->family == PF_FAMILY_DECODE : s.num_rows <= PF_DECODE_MAX_ROWS;
     s.num_splits = pf_min(call->num_splits, pf_max(num_keys, 1));
     s.end_split = pf_max(s.num_splits, 1);
-    if (s.decode && s.num_splits == 0 && s.num_rows > 0) {
-        const pf_span seen = pf_visible_to_any(&s.mask, 0, s.num_queries - 1);
-        s.first_split = seen.lo / PF_DECODE_SPLIT_KEYS;
-        s.end_split = pf_max(pf_ceil_div(seen.hi, PF_DECODE_SPLIT_KEYS), s.first_split + 1);
-    }
+    if (s.decode && s.num_splits == 0 && s.num_rows > 0)
+        pf_find_splits(&s);
     return s;
 }
 
@@ -80,26 +111,30 @@ static inline int64_t pf_group(const pf_attention_call *call) {
 }
 
 /* Spans of rows instead of queries. */
-static inline pf_span pf_row_span(const pf_attention_call *call, const pf_sequence *s, int64_t row) {
-    return pf_visible(&s->mask, row / pf_group(call));
+static inline pf_span pf_row_span(const pf_attention_call *call, const pf_sequence *s, int64_t row,
+                                  int side) {
+    return pf_visible(&s->mask, row / pf_group(call), side);
 }
 
 static inline pf_span pf_rows_any(const pf_attention_call *call, const pf_sequence *s, int64_t first,
-                                  int64_t end) {
-    return pf_visible_to_any(&s->mask, first / pf_group(call), (end - 1) / pf_group(call));
+                                  int64_t end, int side) {
+    return pf_visible_to_any(&s->mask, first / pf_group(call), (end - 1) / pf_group(call), side);
 }
 
 static inline pf_span pf_rows_all(const pf_attention_call *call, const pf_sequence *s, int64_t first,
-                                  int64_t end) {
-    return pf_visible_to_all(&s->mask, first / pf_group(call), (end - 1) / pf_group(call));
+                                  int64_t end, int side) {
+    return pf_visible_to_all(&s->mask, first / pf_group(call), (end - 1) / pf_group(call), side);
+}
+
+static inline int64_t pf_query_head(const pf_attention_call *call, int64_t kv_head, int64_t row) {
+    return kv_head * pf_group(call) + row % pf_group(call);
 }
 
 /* The row of q, out or lse that belongs to a row of a key/value head. */
 static inline void *pf_row_of(const pf_attention_call *call, const pf_tensor *t, const pf_sequence *s,
                               int64_t kv_head, int64_t row) {
-    const int64_t group = pf_group(call), head = kv_head * group + row % group;
-    const int64_t offset =
-        s->q_batch * t->stride_batch + (s->q_token + row / group) * t->stride_token + head * t->stride_head;
+    const int64_t head = pf_query_head(call, kv_head, row), token = s->q_token + row / pf_group(call);
+    const int64_t offset = s->q_batch * t->stride_batch + token * t->stride_token + head * t->stride_head;
     return (char *)t->data + offset * pf_dtype_size(t->dtype);
 }
 

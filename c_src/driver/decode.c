@@ -17,7 +17,11 @@ typedef struct pf_scratch {
     void *k_copies; /* [tile][q_stride], for keys without unit stride */
     void *v_copies; /* [tile][o_stride] */
     const void **k_rows, **v_rows;
+    const void **scale_rows;
+    void *k_scales, *v_scales; /* [tile] */
+    void *zeros;               /* a row of values, all bytes 0 */
     int32_t *lo, *hi;
+    pf_terms_scratch terms;
     char *states[3]; /* for whole items, the first partial item, the last partial item */
     pf_retry_scratch retry;
     void *alpha;         /* [rows] */
@@ -33,6 +37,7 @@ typedef struct pf_item {
     int64_t id, kv_head, first;
     int32_t num_rows;
     int64_t o_stride;
+    int alone;           /* one row, computed again: it must not touch keys that it does not see */
     double value_factor; /* values are multiplied by it, the outputs divided */
 } pf_item;
 
@@ -55,7 +60,8 @@ static int64_t carve(const pf_context *context, char *base, pf_scratch *s) {
     s->o_stride = padded(context, call->head_dim_v);
     s->scores_stride = padded(context, tile);
     const pf_state_shape shape = {rows, rows * s->o_stride, e};
-    const int64_t states = pf_tree_nodes(context->plan.num_splits) * pf_state_bytes(&shape);
+    const int64_t states = context->tree_nodes * pf_state_bytes(&shape);
+    const int64_t num_scales = call->k_scale.data || call->v_scale.data ? tile : 0;
     s->queries = pf_carve(&at, rows * s->q_stride * e);
     s->scores = pf_carve(&at, rows * s->scores_stride * e);
     const int64_t num_copies = copies_keys(call, 1.0) ? tile : pf_min(tile, RETRY_TILE_KEYS);
@@ -63,10 +69,15 @@ static int64_t carve(const pf_context *context, char *base, pf_scratch *s) {
     s->v_copies = pf_carve(&at, num_copies * s->o_stride * e);
     s->k_rows = pf_carve(&at, (tile + PF_ROWS_AHEAD) * (int64_t)sizeof(void *));
     s->v_rows = pf_carve(&at, (tile + PF_ROWS_AHEAD) * (int64_t)sizeof(void *));
+    s->scale_rows = pf_carve(&at, num_scales * (int64_t)sizeof(void *));
+    s->k_scales = pf_carve(&at, num_scales * e);
+    s->v_scales = pf_carve(&at, num_scales * e);
+    s->zeros = pf_carve(&at, context->hides ? s->o_stride * e : 0);
     s->lo = pf_carve(&at, rows * (int64_t)sizeof(int32_t));
     s->hi = pf_carve(&at, rows * (int64_t)sizeof(int32_t));
     for (int i = 0; i < 3; i++)
         s->states[i] = pf_carve(&at, states);
+    pf_carve_terms(context, &at, rows, s->scores_stride, &s->terms);
     pf_carve_retry(context, &at, &s->retry);
     s->alpha = pf_carve(&at, rows * e);
     s->sums = pf_carve(&at, rows * s->o_stride * e);
@@ -88,7 +99,9 @@ static void merge_rows(const void *owner, pf_state into, pf_state from) {
 
 static pf_tree make_tree(const pf_item *item, char *states) {
     const pf_context *context = item->context;
-    return (pf_tree){.first = item->sequence->first_split,
+    return (pf_tree){.sink_splits = item->sequence->sink_splits,
+                     .first = item->sequence->first_split,
+                     .end = item->sequence->end_split,
                      .states = states,
                      .shape = {item->num_rows, item->num_rows * item->o_stride, context->elem_bytes},
                      .merge = merge_rows,
@@ -130,17 +143,102 @@ static int64_t fetch_rows(const pf_item *item, const pf_tensor *t, int64_t lo, i
     return 0;
 }
 
+/* Scales of keys, as reals in a row; null where there are none. */
+static const void *fetch_scales(const pf_scratch *s, const pf_item *item, const pf_tensor *t, pf_span keys,
+                                void *scales) {
+    const pf_context *context = item->context;
+    if (!t->data)
+        return 0;
+    pf_key_rows(context->call, t, item->sequence, item->kv_head, keys.lo, keys.hi, s->scale_rows);
+    for (int64_t j = 0; j < keys.hi - keys.lo; j++)
+        pf_set_real(context, scales, j, *(const float *)s->scale_rows[j]);
+    return scales;
+}
+
+/* A row alone reads zeros in place of values that it does not see. */
+static void hide_values(const pf_scratch *s, const pf_item *item, const pf_decode_block *block) {
+    const pf_context *context = item->context;
+    const int64_t num_keys = block->key_hi - block->key_lo;
+    if (!item->alone || !block->terms || !block->terms->added)
+        return;
+    context->kernels->state_reset(0, 0, 0, s->zeros, s->o_stride);
+    pf_replace_hidden(context, (const char *)block->terms->added + block->key_lo * context->elem_bytes,
+                      num_keys, s->zeros, s->v_rows);
+    for (int64_t j = 0; block->v_scale && j < num_keys; j++)
+        if (s->v_rows[j] == s->zeros)
+            pf_set_real(context, s->v_scales, j, 1.0);
+}
+
+/* The terms of a block whose key 0 is key `lo`; false if they hide all keys that are present. */
+static int fetch_terms(const pf_scratch *s, const pf_item *item, pf_span present, int64_t lo, pf_terms *terms,
+                       pf_decode_block *block) {
+    const pf_context *context = item->context;
+    block->terms = 0;
+    if (!context->changes && !context->hides)
+        return 1;
+    pf_fill_terms(context, &s->terms, item->sequence, item->kv_head, item->first, item->num_rows, lo, terms);
+    if (context->hides) {
+        const int added = pf_fill_added(context, &s->terms, item->sequence, item->kv_head, item->first,
+                                        item->num_rows, present, present.lo - lo);
+        if (added == PF_ALL_HIDDEN)
+            return 0;
+        terms->added = added == PF_SOMETHING_ADDED ? s->terms.added : 0;
+    }
+    if (context->changes || terms->added)
+        block->terms = terms;
+    return 1;
+}
+
+/* The tiles of one side of the border at sink_tokens. */
+static void run_side(const pf_scratch *s, const pf_item *item, pf_span split, int side,
+                     pf_decode_block *block) {
+    const pf_context *context = item->context;
+    const pf_attention_call *call = context->call;
+    const int64_t tile = item->value_factor == 1.0 ? context->plan.tile_decode
+                                                   : pf_min(context->plan.tile_decode, RETRY_TILE_KEYS);
+    const int64_t end_row = item->first + item->num_rows;
+    const pf_span part = pf_clip(pf_side(&item->sequence->mask, side), split.lo, split.hi);
+    const pf_span any =
+        pf_clip(pf_rows_any(call, item->sequence, item->first, end_row, side), part.lo, part.hi);
+    const pf_span all = pf_rows_all(call, item->sequence, item->first, end_row, side);
+    pf_terms terms;
+    if (any.lo == any.hi)
+        return;
+    for (int64_t lo = split.lo + (any.lo - split.lo) / tile * tile; lo < any.hi; lo += tile) {
+        const pf_span present = pf_clip(any, lo, lo + tile);
+        if (!fetch_terms(s, item, present, lo, &terms, block))
+            continue;
+        const int64_t k_ahead = fetch_rows(item, &call->k, present.lo, present.hi, any.hi, call->head_dim,
+                                           1.0, s->k_copies, s->q_stride, s->k_rows);
+        const int64_t v_ahead = fetch_rows(item, &call->v, present.lo, present.hi, any.hi, call->head_dim_v,
+                                           item->value_factor, s->v_copies, s->o_stride, s->v_rows);
+        block->num_ahead = (int32_t)pf_min(k_ahead, v_ahead);
+        block->key_lo = (int32_t)(present.lo - lo);
+        block->key_hi = (int32_t)(present.hi - lo);
+        block->k_scale = fetch_scales(s, item, &call->k_scale, present, s->k_scales);
+        block->v_scale = fetch_scales(s, item, &call->v_scale, present, s->v_scales);
+        hide_values(s, item, block);
+        block->lo = block->hi = 0;
+        if (all.lo > present.lo || all.hi < present.hi) {
+            for (int32_t r = 0; r < item->num_rows; r++) {
+                const pf_span span =
+                    pf_clip(pf_row_span(call, item->sequence, item->first + r, side), lo, lo + tile);
+                s->lo[r] = (int32_t)(span.lo - lo);
+                s->hi[r] = (int32_t)(span.hi - lo);
+            }
+            block->lo = s->lo;
+            block->hi = s->hi;
+        }
+        context->kernels->decode_block(block);
+    }
+}
+
 /* The recurrence over one split of the keys, from the empty state. */
 static void run_split(const pf_scratch *s, const pf_item *item, int64_t split, pf_state state) {
     const pf_context *context = item->context;
     const pf_attention_call *call = context->call;
     const int copies = copies_keys(call, item->value_factor);
-    const int64_t tile = item->value_factor == 1.0 ? context->plan.tile_decode
-                                                   : pf_min(context->plan.tile_decode, RETRY_TILE_KEYS);
-    const int64_t end_row = item->first + item->num_rows;
     const pf_span keys = {pf_split_lo(item->sequence, split), pf_split_lo(item->sequence, split + 1)};
-    const pf_span any = pf_clip(pf_rows_any(call, item->sequence, item->first, end_row), keys.lo, keys.hi);
-    const pf_span all = pf_rows_all(call, item->sequence, item->first, end_row);
     context->kernels->state_reset(state.m, state.l, item->num_rows, state.o, item->num_rows * s->o_stride);
     pf_decode_block block = {.q = s->queries,
                              .k_rows = s->k_rows,
@@ -159,35 +257,17 @@ static void run_split(const pf_scratch *s, const pf_item *item, int64_t split, p
                              .scale_log2 = context->scale.log2,
                              .num_rows = item->num_rows,
                              .dtype = copies ? context->compute_dtype : call->k.dtype};
-    for (int64_t lo = keys.lo + (any.lo - keys.lo) / tile * tile; lo < any.hi; lo += tile) {
-        const pf_span present = pf_clip(any, lo, lo + tile);
-        const int64_t k_ahead = fetch_rows(item, &call->k, present.lo, present.hi, any.hi, call->head_dim,
-                                           1.0, s->k_copies, s->q_stride, s->k_rows);
-        const int64_t v_ahead = fetch_rows(item, &call->v, present.lo, present.hi, any.hi, call->head_dim_v,
-                                           item->value_factor, s->v_copies, s->o_stride, s->v_rows);
-        block.num_ahead = (int32_t)pf_min(k_ahead, v_ahead);
-        block.key_lo = (int32_t)(present.lo - lo);
-        block.key_hi = (int32_t)(present.hi - lo);
-        block.lo = block.hi = 0;
-        if (all.lo > present.lo || all.hi < present.hi) {
-            for (int32_t r = 0; r < item->num_rows; r++) {
-                const pf_span span =
-                    pf_clip(pf_row_span(call, item->sequence, item->first + r), lo, lo + tile);
-                s->lo[r] = (int32_t)(span.lo - lo);
-                s->hi[r] = (int32_t)(span.hi - lo);
-            }
-            block.lo = s->lo;
-            block.hi = s->hi;
-        }
-        context->kernels->decode_block(&block);
-    }
+    for (int side = 0; side < PF_NUM_SIDES; side++)
+        run_side(s, item, keys, side, &block);
 }
 
+/* Splits [first, end) of those that may hold visible keys. */
 static void run_splits(const pf_scratch *s, const pf_item *item, int64_t first, int64_t end, pf_tree *tree) {
     load_queries(s, item);
     for (int64_t split = first; split < end; split++) {
-        run_split(s, item, split, pf_tree_next(tree));
-        pf_tree_push(tree, (pf_node){split, 0});
+        const int64_t number = pf_split_at(item->sequence, split);
+        run_split(s, item, number, pf_tree_next(tree));
+        pf_tree_push(tree, (pf_node){number, 0});
     }
 }
 
@@ -195,7 +275,7 @@ static void finish_item(const pf_scratch *s, const pf_item *item, pf_state state
     const pf_context *context = item->context;
     const pf_sequence *sequence = item->sequence;
     pf_retry_scratch scratch = s->retry;
-    scratch.touched = pf_rows_any(context->call, sequence, item->first, item->first + item->num_rows);
+    pf_start_retry(context, sequence, item->first, item->first + item->num_rows, item->alone, &scratch);
     double retry[PF_DECODE_MAX_ROWS];
     for (int32_t r = 0; r < item->num_rows; r++) {
         const double m = pf_real_at(context, state.m, r), l = pf_real_at(context, state.l, r);
@@ -212,9 +292,10 @@ static void finish_item(const pf_scratch *s, const pf_item *item, pf_state state
         pf_item alone = *item;
         alone.first = item->first + r;
         alone.num_rows = 1;
+        alone.alone = 1;
         alone.value_factor = retry[r];
         pf_tree tree = make_tree(&alone, s->states[0]);
-        run_splits(s, &alone, sequence->first_split, sequence->end_split, &tree);
+        run_splits(s, &alone, 0, pf_num_splits(sequence), &tree);
         finish_item(s, &alone, pf_tree_close(&tree));
     }
 }
@@ -228,7 +309,7 @@ static pf_item get_item(const pf_context *context, const pf_scratch *s, const pf
                     .kv_head = number / per_head,
                     .o_stride = s->o_stride,
                     .value_factor = 1.0};
-    const int64_t splits = sequence->end_split - sequence->first_split;
+    const int64_t splits = pf_num_splits(sequence);
     item.id = context->decode_start[sequence->index] + number * splits; /* its first unit */
     item.first = number % per_head * PF_DECODE_MAX_ROWS;
     item.num_rows = (int32_t)pf_min(PF_DECODE_MAX_ROWS, sequence->num_rows - item.first);
@@ -247,13 +328,13 @@ void pf_decode_run(pf_context *context, char *base, int thread, int num_threads)
     while (unit < end) {
         const int64_t b = pf_find_sequence(context->decode_start, call->batch, unit);
         const pf_sequence sequence = pf_get_sequence(call, b);
-        const int64_t splits = sequence.end_split - sequence.first_split;
+        const int64_t splits = pf_num_splits(&sequence);
         const pf_item item = get_item(context, &s, &sequence, (unit - context->decode_start[b]) / splits);
         const int64_t first = unit - item.id, last = pf_min(splits, end - item.id);
         const int whole = first == 0 && last == splits;
         const int which = whole ? 0 : first > 0 ? 1 : 2;
         pf_tree tree = make_tree(&item, s.states[which]);
-        run_splits(&s, &item, sequence.first_split + first, sequence.first_split + last, &tree);
+        run_splits(&s, &item, first, last, &tree);
         if (whole) {
             finish_item(&s, &item, pf_tree_close(&tree));
         } else {
@@ -284,7 +365,7 @@ void pf_decode_join(pf_context *context, char *const scratch[], int num_threads)
                 const int64_t b =
                     pf_find_sequence(context->decode_start, context->call->batch, partial->item);
                 sequence = pf_get_sequence(context->call, b);
-                const int64_t splits = sequence.end_split - sequence.first_split;
+                const int64_t splits = pf_num_splits(&sequence);
                 item =
                     get_item(context, &own, &sequence, (partial->item - context->decode_start[b]) / splits);
                 tree = make_tree(&item, own.states[0]);

@@ -14,5 +14,6 @@ int pf_driver_attention(const pf_attention_call *call);
 int pf_driver_plan(const pf_attention_call *call, pf_plan *plan);
 int pf_driver_merge(const pf_merge_call *call);
 int pf_driver_append(const pf_append_call *call);
+int pf_driver_stats(const pf_stats_call *call);
 
 #endif

@@ -1,20 +1,17 @@
 /* The end of a row: divide by the sum, write the output in its type and the log-sum-exp; and what to
  * do about the rare row that is not finite. */
 #include "driver.h"
-
-#include <math.h>
+#include "sink.h"
 
 int pf_finish_row(const pf_context *context, const pf_sequence *sequence, int64_t kv_head, int64_t row,
                   void *o, double m, double l, double value_factor) {
     const pf_attention_call *call = context->call;
-    double factor = 1.0 / (l * value_factor), lse = m * context->scale.score_factor + log(l);
-    if (l == 0) {
-        /* No weight: no key was visible, or the data made all scores -inf. The log-sum-exp is -inf
-         * in both cases, but softmax of nothing but -inf is not a number. */
-        const pf_span span = pf_row_span(call, sequence, row);
-        factor = span.lo == span.hi ? 0.0 : (double)NAN;
-        lse = -(double)INFINITY;
-    }
+    const double none = -(double)INFINITY;
+    const double sink = call->sinks ? call->sinks[pf_query_head(call, kv_head, row)] : none;
+    const double natural = m * context->scale.score_factor;
+    const int saw_a_key = l != 0 || pf_sees_any(context, sequence, kv_head, row);
+    const double factor = pf_output_factor(natural, l, sink, saw_a_key) / value_factor;
+    const double lse = pf_log_sum_exp(natural, l, call->lse_includes_sinks ? sink : none);
     const int finite = context->kernels->state_scale(o, call->head_dim_v, factor);
     context->kernels->store_row(pf_row_of(call, &call->out, sequence, kv_head, row), call->out.stride_dim, o,
                                 call->head_dim_v, call->out.dtype);
@@ -32,24 +29,37 @@ int pf_finish_row(const pf_context *context, const pf_sequence *sequence, int64_
 #define SMALLER_VALUES 0x1p-40
 
 void pf_carve_retry(const pf_context *context, char **at, pf_retry_scratch *scratch) {
-    scratch->columns_known = 0;
     scratch->column_finite = pf_carve(at, context->call->head_dim_v);
     scratch->value = pf_carve(at, context->call->head_dim_v * context->elem_bytes);
 }
 
+void pf_start_retry(const pf_context *context, const pf_sequence *sequence, int64_t first, int64_t end,
+                    int alone, pf_retry_scratch *scratch) {
+    scratch->alone = alone;
+    scratch->columns_known = 0;
+    for (int side = 0; side < PF_NUM_SIDES; side++)
+        scratch->touched[side] = pf_rows_any(context->call, sequence, first, end, side);
+}
+
 static void find_finite_columns(const pf_context *context, const pf_sequence *sequence, int64_t kv_head,
-                                pf_retry_scratch *scratch) {
+                                int64_t row, pf_retry_scratch *scratch) {
     const pf_attention_call *call = context->call;
     for (int64_t d = 0; d < call->head_dim_v; d++)
         scratch->column_finite[d] = 1;
-    for (int64_t j = scratch->touched.lo; j < scratch->touched.hi; j++) {
-        const void *value = 0;
-        pf_key_rows(call, &call->v, sequence, kv_head, j, j + 1, &value);
-        context->kernels->load_row(scratch->value, value, call->v.stride_dim, call->head_dim_v,
-                                   call->v.dtype);
-        for (int64_t d = 0; d < call->head_dim_v; d++)
-            scratch->column_finite[d] &= isfinite(pf_real_at(context, scratch->value, d)) != 0;
-    }
+    for (int side = 0; side < PF_NUM_SIDES; side++)
+        for (int64_t j = scratch->touched[side].lo; j < scratch->touched[side].hi; j++) {
+            const void *value = 0, *scale = 0;
+            if (pf_is_hidden(context, sequence, kv_head, row, j))
+                continue;
+            pf_key_rows(call, &call->v, sequence, kv_head, j, j + 1, &value);
+            context->kernels->load_row(scratch->value, value, call->v.stride_dim, call->head_dim_v,
+                                       call->v.dtype);
+            if (call->v_scale.data)
+                pf_key_rows(call, &call->v_scale, sequence, kv_head, j, j + 1, &scale);
+            const double factor = scale ? (double)*(const float *)scale : 1.0;
+            for (int64_t d = 0; d < call->head_dim_v; d++)
+                scratch->column_finite[d] &= isfinite(pf_real_at(context, scratch->value, d) * factor) != 0;
+        }
     scratch->columns_known = 1;
 }
 
@@ -57,16 +67,15 @@ double pf_retry_factor(const pf_context *context, const pf_sequence *sequence, i
                        const void *o, double l, double value_factor, pf_retry_scratch *scratch) {
     if (!isfinite(l)) /* scores of its own keys; those of others never get this far */
         return 0;
-    /* A value that one row of a tile may not see has weight 0 there, but 0 * NaN is NaN. Alone, a row
-     * touches no key that it does not see, and its bits are the same. */
-    const pf_span own = pf_row_span(context->call, sequence, row);
-    if (own.lo != scratch->touched.lo || own.hi != scratch->touched.hi)
+    /* A value that a row may not see has weight 0 there, but 0 * NaN is NaN. Alone, a row touches no
+     * key that it does not see, and its bits are the same. */
+    if (!scratch->alone && pf_may_touch_hidden(context, sequence, row, scratch->touched))
         return value_factor;
     if (value_factor != 1.0)
         return 0;
     /* The mean of finite values is finite, but their sum may be too large. */
     if (!scratch->columns_known)
-        find_finite_columns(context, sequence, kv_head, scratch);
+        find_finite_columns(context, sequence, kv_head, row, scratch);
     for (int64_t d = 0; d < context->call->head_dim_v; d++)
         if (scratch->column_finite[d] && !isfinite(pf_real_at(context, o, d)))
             return SMALLER_VALUES;

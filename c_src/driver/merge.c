@@ -2,10 +2,10 @@
  * parts go through the same tree as the splits of a call, in the wider of their two types. */
 #include "driver.h"
 #include "entry.h"
+#include "sink.h"
 
 #include "../dispatch/dispatch.h"
 
-#include <math.h>
 #include <stdlib.h>
 
 typedef struct pf_merger {
@@ -62,39 +62,33 @@ static int fold_parts(const pf_merger *merger, pf_tree *tree, int64_t b, int64_t
     return broken;
 }
 
-/* What turns a merged state into the output. The sink is one more term of the sum, without a value. */
-static double last_factor(const pf_merge_call *call, int64_t head, double m, double l, int broken) {
-    const double sink = call->sinks ? call->sinks[head] : -(double)INFINITY;
-    if (isnan(sink) || (l == 0 && broken))
-        return (double)NAN; /* all scores of all parts were -inf: softmax of that is not a number */
-    if (l == 0 || sink == (double)INFINITY)
-        return 0;
-    const double top = fmax(m, sink), weight = exp(m - top);
-    return call->sinks ? weight / (l * weight + exp(sink - top)) : 1 / l;
-}
-
 static void merge_row(const pf_merger *merger, pf_tree *tree, int64_t b, int64_t token, int64_t head) {
     const pf_merge_call *call = merger->call;
     /* Outputs near the largest number may have a sum that is infinite and a mean that is not. */
-    const double value_factors[2] = {1.0, 0x1p-40};
+    const double value_factors[2] = {1.0, 0x1p-40}, none = -(double)INFINITY;
+    const double sink = call->sinks ? call->sinks[head] : none;
     int finite = 0;
     for (int attempt = 0; attempt < 2 && !finite; attempt++) {
         const int broken = fold_parts(merger, tree, b, token, head, value_factors[attempt]);
         const pf_state state = pf_tree_close(tree);
         const double m = get_real(state.m, merger->elem_bytes), l = get_real(state.l, merger->elem_bytes);
-        const double factor = last_factor(call, head, m, l, broken);
+        /* All scores of all parts were -inf: softmax of that is not a number. */
+        const double factor = l == 0 && broken ? (double)NAN : pf_output_factor(m, l, sink, 0);
         finite = merger->kernels->state_scale(state.o, call->head_dim, factor / value_factors[attempt]);
         merger->kernels->store_row(element(&call->out, b, token, head, 0), call->out.stride_dim, state.o,
                                    call->head_dim, call->out.dtype);
         set_real(element(&call->lse, b, token, head, 0), pf_dtype_size(call->lse.dtype),
-                 l == 0 ? -(double)INFINITY : m + log(l));
+                 pf_log_sum_exp(m, l, call->lse_includes_sinks ? sink : none));
     }
 }
 
 int pf_driver_merge(const pf_merge_call *call) {
     const int wide = call->part_lse.dtype == PF_F64 || call->parts.dtype == PF_F64;
     const pf_merger merger = {call, pf_kernels(call->isa, wide), wide ? 8 : 4};
-    pf_tree tree = {.shape = {1, call->head_dim, merger.elem_bytes}, .merge = merge_one, .owner = &merger};
+    pf_tree tree = {.end = call->num_parts,
+                    .shape = {1, call->head_dim, merger.elem_bytes},
+                    .merge = merge_one,
+                    .owner = &merger};
     char *memory = malloc((size_t)(pf_tree_nodes(call->num_parts) * pf_state_bytes(&tree.shape)));
     if (!memory)
         return PF_STATUS_OUT_OF_MEMORY;

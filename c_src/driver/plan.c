@@ -30,15 +30,19 @@ static int64_t choose_panels(const pf_context *context, int64_t num_panels, int6
 static int64_t work_of(const pf_attention_call *call, const pf_sequence *s) {
     if (s->num_rows == 0)
         return 0;
-    const pf_span seen = pf_visible_to_any(&s->mask, 0, s->num_queries - 1);
-    const int64_t elements = call->num_kv_heads * (seen.hi - seen.lo) * (call->head_dim + call->head_dim_v);
+    int64_t keys = 0;
+    for (int side = 0; side < PF_NUM_SIDES; side++) {
+        const pf_span seen = pf_visible_to_any(&s->mask, 0, s->num_queries - 1, side);
+        keys += seen.hi - seen.lo;
+    }
+    const int64_t elements = call->num_kv_heads * keys * (call->head_dim + call->head_dim_v);
     return elements * (s->num_rows + WORK_PER_ELEMENT);
 }
 
 /* Units of a sequence in the decode family, items in the prefill family: 0 in the other one. */
 static int64_t decode_units(const pf_attention_call *call, const pf_sequence *s) {
     const int64_t chunks = pf_ceil_div(s->num_rows, PF_DECODE_MAX_ROWS);
-    return s->decode ? call->num_kv_heads * chunks * (s->end_split - s->first_split) : 0;
+    return s->decode ? call->num_kv_heads * chunks * pf_num_splits(s) : 0;
 }
 
 static int64_t prefill_items(const pf_attention_call *call, const pf_sequence *s, int64_t block_rows) {
@@ -47,11 +51,11 @@ static int64_t prefill_items(const pf_attention_call *call, const pf_sequence *s
 
 /* What has to be known of all sequences before the blocks can be chosen. */
 typedef struct pf_survey {
-    int64_t num_panels, longest_panels, longest_keys, work;
+    int64_t num_panels, longest_panels, longest_keys, work, tree_nodes;
 } pf_survey;
 
 static pf_survey survey(const pf_attention_call *call, pf_plan *plan) {
-    pf_survey found = {.longest_keys = 1};
+    pf_survey found = {.longest_keys = 1, .tree_nodes = 1};
     for (int64_t b = 0; b < call->batch; b++) {
         const pf_sequence s = pf_get_sequence(call, b);
         plan->num_decode_items += decode_units(call, &s);
@@ -62,7 +66,9 @@ static pf_survey survey(const pf_attention_call *call, pf_plan *plan) {
             found.longest_panels = pf_max(found.longest_panels, pf_ceil_div(s.num_rows, plan->panel_rows));
         }
         if (s.num_rows > 0)
-            plan->num_splits = pf_max(plan->num_splits, s.end_split - s.first_split);
+            plan->num_splits = pf_max(plan->num_splits, pf_num_splits(&s));
+        const int64_t sink_nodes = s.sink_splits ? pf_tree_nodes(s.sink_splits) : 0;
+        found.tree_nodes = pf_max(found.tree_nodes, pf_tree_nodes(pf_num_splits(&s)) + sink_nodes);
         found.longest_keys = pf_max(found.longest_keys, s.mask.num_keys);
         found.work += work_of(call, &s);
     }
@@ -87,10 +93,11 @@ void pf_make_context(pf_context *context, const pf_attention_call *call) {
     pf_plan *plan = &context->plan;
     const pf_real_kernels *kernels = context->kernels;
     context->call = call;
-    context->scale = pf_split_scale(call->scale, context->elem_bytes == 8);
     context->next_prefill_item = 0;
+    pf_make_terms(context);
     *plan = (pf_plan){.num_splits = 1, .panel_rows = kernels->lanes * kernels->panel_vectors};
     const pf_survey found = survey(call, plan);
+    context->tree_nodes = found.tree_nodes;
     /* A number that was asked for is kept; of the default, only what the work is worth. */
     plan->num_threads = call->num_threads > 0
                             ? pf_granted_threads(call->num_threads)
@@ -117,17 +124,24 @@ void pf_make_context(pf_context *context, const pf_attention_call *call) {
     plan->workspace_bytes = plan->shared_bytes + plan->num_threads * plan->thread_bytes + PF_ALIGNMENT;
 }
 
+/* Tiles with borders at multiples of `tile` from `origin` on that hold keys of a span. */
+static int64_t tiles_of(pf_span keys, int64_t origin, int64_t tile) {
+    return keys.lo == keys.hi ? 0 : (keys.hi - 1 - origin) / tile - (keys.lo - origin) / tile + 1;
+}
+
 /* Tiles that the rows of one item could need, and those that no row of it sees. */
 static void count_item(const pf_context *context, pf_plan *plan, const pf_sequence *s, int64_t first,
                        int64_t end) {
     const int64_t tile = s->decode ? plan->tile_decode : plan->tile_prefill;
     for (int64_t split = 0; split < s->end_split; split++) {
         const int64_t lo = pf_split_lo(s, split), hi = pf_split_lo(s, split + 1);
-        const pf_span any = pf_clip(pf_rows_any(context->call, s, first, end), lo, hi);
-        const int64_t total = pf_ceil_div(hi - lo, tile);
-        const int64_t used = any.lo == any.hi ? 0 : (any.hi - 1 - lo) / tile - (any.lo - lo) / tile + 1;
-        plan->tiles_total += total * context->call->num_kv_heads;
-        plan->tiles_skipped += (total - used) * context->call->num_kv_heads;
+        for (int side = 0; side < PF_NUM_SIDES; side++) {
+            const pf_span keys = pf_clip(pf_side(&s->mask, side), lo, hi);
+            const pf_span any = pf_clip(pf_rows_any(context->call, s, first, end, side), keys.lo, keys.hi);
+            const int64_t total = tiles_of(keys, lo, tile), used = tiles_of(any, lo, tile);
+            plan->tiles_total += total * context->call->num_kv_heads;
+            plan->tiles_skipped += (total - used) * context->call->num_kv_heads;
+        }
     }
 }
 

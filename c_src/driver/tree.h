@@ -1,7 +1,8 @@
 /* The fixed binary tree along which the states of splits are merged: ((0,1),(2,3)), then pairs of
- * pairs, an odd one passes up. States arrive in the order of their splits and are merged as soon as
- * both halves of a pair are there, so that only about log2(splits) of them are kept. A run of splits
- * that starts in the middle leaves nodes whose left halves another thread holds. */
+ * pairs; a half without keys is the neutral state, and the other half passes up. States arrive in the
+ * order of their splits and are merged as soon as both halves of a pair are there, so that only about
+ * log2(splits) of them are kept. A run of splits that starts in the middle leaves nodes whose left
+ * halves another thread holds. */
 #ifndef PF_DRIVER_TREE_H
 #define PF_DRIVER_TREE_H
 
@@ -24,7 +25,7 @@ typedef struct pf_node {
 enum { PF_MAX_NODES = 130 };
 
 typedef struct pf_tree {
-    int64_t first; /* no split before this one has keys */
+    int64_t sink_splits, first, end; /* only splits [0, sink_splits) and [first, end) have keys */
     int32_t depth;
     pf_node node[PF_MAX_NODES];
     char *states; /* one per node */
@@ -38,7 +39,7 @@ static inline int64_t pf_state_bytes(const pf_state_shape *shape) {
            pf_round_up(shape->num_outputs * shape->elem_bytes, 64);
 }
 
-/* Nodes that a tree over num_splits splits ever holds, the one being computed included. */
+/* Nodes that a run of num_splits splits ever leaves behind, the one being computed included. */
 static inline int64_t pf_tree_nodes(int64_t num_splits) {
     if (num_splits == 1)
         return 1;
@@ -69,22 +70,23 @@ static inline void pf_tree_push(pf_tree *tree, pf_node node) {
     tree->node[tree->depth++] = node;
     for (;;) {
         pf_node *top = &tree->node[tree->depth - 1];
-        if (!(top->index & 1))
-            return;
-        if (tree->depth > 1 && top[-1].level == top->level && top[-1].index == top->index - 1)
+        const int64_t other = top->index ^ 1, lo = other << top->level, hi = (other + 1) << top->level;
+        if (lo < tree->sink_splits || (lo < tree->end && hi > tree->first)) {
+            if (other > top->index || tree->depth < 2 || top[-1].level != top->level ||
+                top[-1].index != other)
+                return; /* the other half is still to come, or is not here */
             pf_tree_merge_top(tree);
-        else if ((top->index << top->level) > tree->first)
-            return; /* its left half is not here */
+        } else if (top->index == 0 && lo >= tree->end) {
+            return; /* the root */
+        }
         top = &tree->node[tree->depth - 1];
-        top->index >>= 1; /* merged, or passed up because the left half has no keys */
+        top->index >>= 1;
         top->level++;
     }
 }
 
-/* No more splits: nodes without a right half pass up until one state is left. */
+/* After all splits one state is left. */
 static inline pf_state pf_tree_close(pf_tree *tree) {
-    while (tree->depth > 1)
-        pf_tree_merge_top(tree);
     tree->depth = 0;
     return pf_tree_state(tree, 0);
 }

@@ -68,7 +68,7 @@ PF_INLINE void V(score_block)(const int num_rows, const int32_t dtype, const pf_
                               int64_t row) {
     const int num_keys = block->key_hi - block->key_lo;
     const int step = num_rows == 4 ? 2 : 4;
-    const int64_t row_bytes = block->head_dim * pf_dtype_size(dtype);
+    const int64_t row_bytes = pf_row_bytes(dtype, block->head_dim);
     int key = 0;
     for (; key + step <= num_keys; key += step) {
         if (row == 0) {
@@ -83,6 +83,11 @@ PF_INLINE void V(score_block)(const int num_rows, const int32_t dtype, const pf_
         V(dot_rows)(1, num_rows, dtype, block, key, row);
 }
 
+static void V(multiply)(V(elem) * x, const V(elem) * factors, int64_t n) {
+    for (int64_t i = 0; i < n; i++)
+        x[i] *= factors[i];
+}
+
 /* Weights of the block's scores, in place, and the step of the running maximum and sum. */
 static void V(decode_weights)(const pf_decode_block *block) {
     const V(weights) weights = V(weights_of)(block->scale_log2);
@@ -90,6 +95,10 @@ static void V(decode_weights)(const pf_decode_block *block) {
     for (int32_t r = 0; r < block->num_rows; r++) {
         V(elem) *s = (V(elem) *)block->scores + r * block->scores_stride;
         V(elem) *m = (V(elem) *)block->m + r, *l = (V(elem) *)block->l + r;
+        if (block->k_scale)
+            V(multiply)(s + block->key_lo, block->k_scale, block->key_hi - block->key_lo);
+        if (block->terms)
+            V(row_terms)(block, r, s);
         /* Lanes belong to keys of the block, present or not: a sum does not depend on who asks. */
         const int64_t lo = block->lo ? pf_max(block->lo[r], block->key_lo) : block->key_lo;
         const int64_t hi = block->hi ? pf_min(block->hi[r], block->key_hi) : block->key_hi;
@@ -116,6 +125,8 @@ static void V(decode_weights)(const pf_decode_block *block) {
             sum = V(add)(sum, p);
         }
         *l = *l * alpha + V(reduce_add)(sum);
+        if (block->v_scale)
+            V(multiply)(s + block->key_lo, block->v_scale, block->key_hi - block->key_lo);
     }
 }
 
@@ -170,7 +181,7 @@ PF_INLINE void V(value_row)(const int num_keys, const int num_rows, const int32_
 PF_INLINE void V(value_block)(const int num_rows, const int32_t dtype, const pf_decode_block *block,
                               int64_t row) {
     const int num_keys = block->key_hi - block->key_lo;
-    const int64_t row_bytes = block->head_dim_v * pf_dtype_size(dtype);
+    const int64_t row_bytes = pf_row_bytes(dtype, block->head_dim_v);
     int key = 0;
     for (; key + 4 <= num_keys; key += 4) {
         if (row == 0) {

@@ -43,6 +43,16 @@ static void V(exp2_array)(void *out_, const void *x_, double factor, int64_t cou
         out[i] = V(weight1)(x[i], weights);
 }
 
+static void V(tanh_array)(void *out_, const void *x_, int64_t count) {
+    V(elem) *out = out_;
+    const V(elem) *x = x_;
+    for (int64_t i = 0; i < count; i++) {
+        V(elem) lanes[V(LANES)];
+        V(store)(lanes, V(tanh)(V(set1)(x[i])));
+        out[i] = lanes[0];
+    }
+}
+
 static void V(transpose_square)(void *out, const void *x) {
     V(vec) square[V(LANES)];
     for (int i = 0; i < V(LANES); i++)

@@ -9,6 +9,8 @@
 #define PF_REAL f32
 #include "state.h"
 #include "rows.h"
+#include "score.h"
+#include "stats.h"
 #include "prefill.h"
 #include "decode.h"
 #include "entries.h"
@@ -17,6 +19,8 @@
 #define PF_REAL f64
 #include "state.h"
 #include "rows.h"
+#include "score.h"
+#include "stats.h"
 #include "prefill.h"
 #include "decode.h"
 #include "entries.h"
@@ -29,6 +33,18 @@ static void f32_decode_block(const pf_decode_block *block) {
         return;
     case PF_BF16:
         f32_decode_body(PF_BF16, block);
+        return;
+    case PF_F8E4M3:
+        f32_decode_body(PF_F8E4M3, block);
+        return;
+    case PF_F8E5M2:
+        f32_decode_body(PF_F8E5M2, block);
+        return;
+    case PF_I8:
+        f32_decode_body(PF_I8, block);
+        return;
+    case PF_I4:
+        f32_decode_body(PF_I4, block);
         return;
     default:
         f32_decode_body(PF_F32, block);
@@ -45,6 +61,8 @@ static void f64_decode_block(const pf_decode_block *block) {
         .panel_vectors = real##_PANEL_VECTORS,                                                               \
         .prefill_tile_keys = PF_PREFILL_TILE_KEYS,                                                           \
         .prefill_tile = real##_prefill_tile,                                                                 \
+        .score_tile = real##_score_tile,                                                                     \
+        .probabilities = real##_probabilities,                                                               \
         .decode_block = real##_decode_block,                                                                 \
         .state_reset = real##_state_reset,                                                                   \
         .state_merge = real##_state_merge,                                                                   \
@@ -53,7 +71,10 @@ static void f64_decode_block(const pf_decode_block *block) {
         .unpack_rows = real##_unpack_rows,                                                                   \
         .load_row = real##_load_row,                                                                         \
         .store_row = real##_store_row,                                                                       \
+        .hide = real##_hide,                                                                                 \
+        .count_hidden = real##_count_hidden,                                                                 \
         .exp2_array = real##_exp2_array,                                                                     \
+        .tanh_array = real##_tanh_array,                                                                     \
         .transpose = real##_transpose_square,                                                                \
         .reduce = real##_reduce,                                                                             \
     }

@@ -87,6 +87,29 @@ PF_INLINE void V(value_columns)(const int num_columns, const int num_vectors, co
     }
 }
 
+/* Raw scores of all keys of a tile, and their maxima joined into `top`. */
+PF_INLINE void V(score_keys)(const int num_vectors, const int masked, const pf_prefill_tile *tile,
+                             const V(vec) * lo, const V(vec) * hi, V(vec) * top) {
+    int64_t j = 0;
+    for (; j + V(MICRO_ROWS) <= tile->num_keys; j += V(MICRO_ROWS))
+        V(score_rows)(V(MICRO_ROWS), num_vectors, masked, tile, j, lo, hi, top);
+    if (V(MICRO_ROWS) > 4)
+        for (; j + 4 <= tile->num_keys; j += 4)
+            V(score_rows)(4, num_vectors, masked, tile, j, lo, hi, top);
+    for (; j + 2 <= tile->num_keys; j += 2)
+        V(score_rows)(2, num_vectors, masked, tile, j, lo, hi, top);
+    if (j < tile->num_keys)
+        V(score_rows)(1, num_vectors, masked, tile, j, lo, hi, top);
+}
+
+static void V(score_tile)(const pf_prefill_tile *tile) {
+    V(vec) top[8];
+    for (int w = 0; w < 8; w++)
+        top[w] = V(zero)();
+    V(score_keys)(V(PANEL_VECTORS), 0, tile, 0, 0, top);
+    V(panel_terms)(tile, top);
+}
+
 PF_INLINE void V(prefill_body)(const int num_vectors, const int masked, const pf_prefill_tile *tile) {
     const V(weights) weights = V(weights_of)(tile->scale_log2);
     V(elem) *m = tile->m, *l = tile->l, *scores = tile->scores;
@@ -106,16 +129,14 @@ PF_INLINE void V(prefill_body)(const int num_vectors, const int masked, const pf
         }
     }
 
-    int64_t j = 0;
-    for (; j + V(MICRO_ROWS) <= tile->num_keys; j += V(MICRO_ROWS))
-        V(score_rows)(V(MICRO_ROWS), num_vectors, masked, tile, j, lo, hi, top);
-    if (V(MICRO_ROWS) > 4)
-        for (; j + 4 <= tile->num_keys; j += 4)
-            V(score_rows)(4, num_vectors, masked, tile, j, lo, hi, top);
-    for (; j + 2 <= tile->num_keys; j += 2)
-        V(score_rows)(2, num_vectors, masked, tile, j, lo, hi, top);
-    if (j < tile->num_keys)
-        V(score_rows)(1, num_vectors, masked, tile, j, lo, hi, top);
+    V(score_keys)(num_vectors, masked, tile, lo, hi, top);
+    if (!masked && tile->terms) { /* the maxima so far are those of raw products */
+        V(vec) highest[8];
+        V(panel_terms)(tile, highest);
+        PF_UNROLL
+        for (int w = 0; w < num_vectors; w++)
+            top[w] = V(max)(alpha[w], highest[w]);
+    }
 
     V(vec) sums[8];
     PF_UNROLL
@@ -124,7 +145,7 @@ PF_INLINE void V(prefill_body)(const int num_vectors, const int masked, const pf
         alpha[w] = V(weight)(V(sub)(alpha[w], top[w]), weights);
         sums[w] = V(zero)();
     }
-    for (j = 0; j < tile->num_keys; j++) {
+    for (int64_t j = 0; j < tile->num_keys; j++) {
         PF_UNROLL
         for (int w = 0; w < num_vectors; w++) {
             V(elem) *place = scores + (j * num_vectors + w) * V(LANES);
@@ -151,7 +172,7 @@ PF_INLINE void V(prefill_body)(const int num_vectors, const int masked, const pf
 
 #define PF_INSTANCE(n)                                                                                       \
     static void V(prefill_##n)(const pf_prefill_tile *tile) {                                                \
-        if (tile->lo)                                                                                        \
+        if (tile->lo && !tile->terms)                                                                        \
             V(prefill_body)(n, 1, tile);                                                                     \
         else                                                                                                 \
             V(prefill_body)(n, 0, tile);                                                                     \

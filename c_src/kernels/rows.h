@@ -4,8 +4,7 @@
 /* The first n < LANES elements from i on, 0 behind them, without a read past the row's end. */
 PF_INLINE V(vec) V(load_partial)(const void *x, int64_t i, int64_t n, const int32_t dtype) {
     _Alignas(64) char bytes[V(LANES) * 8] = {0}; /* all-zero bytes are 0 in every type */
-    const int64_t size = pf_dtype_size(dtype);
-    __builtin_memcpy(bytes, (const char *)x + i * size, (size_t)(n * size));
+    __builtin_memcpy(bytes, (const char *)x + pf_byte_of(dtype, i), (size_t)pf_row_bytes(dtype, n));
     return V(load_as)(bytes, 0, dtype);
 }
 
@@ -22,10 +21,13 @@ PF_INLINE void V(load_row_as)(V(elem) * row, const void *x, int64_t stride, int6
         }
         return;
     }
-    for (; d < n; d++) {
+    const int64_t step = dtype == PF_I4 ? 2 : 1; /* elements in an item */
+    for (; d < n; d += step) {
         V(elem) lanes[V(LANES)];
-        V(store)(lanes, V(load_partial)((const char *)x + d * stride * size, 0, 1, dtype));
+        V(store)(lanes, V(load_partial)((const char *)x + d / step * stride * size, 0, step, dtype));
         row[d] = lanes[0];
+        if (d + 1 < n && step == 2)
+            row[d + 1] = lanes[1];
     }
 }
 
@@ -39,6 +41,18 @@ static void V(load_row)(void *row, const void *x, int64_t stride, int64_t n, int
         return;
     case PF_F64:
         V(load_row_as)(row, x, stride, n, PF_F64);
+        return;
+    case PF_F8E4M3:
+        V(load_row_as)(row, x, stride, n, PF_F8E4M3);
+        return;
+    case PF_F8E5M2:
+        V(load_row_as)(row, x, stride, n, PF_F8E5M2);
+        return;
+    case PF_I8:
+        V(load_row_as)(row, x, stride, n, PF_I8);
+        return;
+    case PF_I4:
+        V(load_row_as)(row, x, stride, n, PF_I4);
         return;
     default:
         V(load_row_as)(row, x, stride, n, PF_F32);

@@ -11,6 +11,24 @@ PF_INLINE f32_vec f32_load_as(const void *x, int64_t i, const int32_t dtype) {
         return f32_load_f16((const uint16_t *)x + i);
     case PF_BF16:
         return f32_load_bf16((const uint16_t *)x + i);
+    case PF_F8E4M3:
+        return f32_load_f8e4m3((const uint8_t *)x + i);
+    case PF_F8E5M2:
+        return f32_load_f8e5m2((const uint8_t *)x + i);
+    case PF_I8:
+        return f32_load_i8((const int8_t *)x + i);
+    case PF_I4:
+        return f32_load_i4((const uint8_t *)x + i / 2);
+    case PF_F64: { /* a bias: what is finite stays so */
+        float lanes[f32_LANES];
+        for (int k = 0; k < f32_LANES; k++) {
+            const double wide = ((const double *)x)[i + k];
+            const double near = wide < -3.4028234663852886e38 ? -3.4028234663852886e38 : wide;
+            const float narrow = (float)(near > 3.4028234663852886e38 ? 3.4028234663852886e38 : near);
+            lanes[k] = __builtin_isinf(wide) ? (float)wide : narrow;
+        }
+        return f32_load(lanes);
+    }
     default:
         return f32_load((const float *)x + i);
     }
@@ -40,9 +58,8 @@ PF_INLINE void f32_store_as(void *x, int64_t i, f32_vec v, const int32_t dtype) 
 PF_INLINE f64_vec f64_load_as(const void *x, int64_t i, const int32_t dtype) {
     if (dtype == PF_F64)
         return f64_load((const double *)x + i);
-    const int64_t size = pf_dtype_size(dtype);
     char bytes[f32_LANES * 4] = {0};
-    __builtin_memcpy(bytes, (const char *)x + i * size, (size_t)(f64_LANES * size));
+    __builtin_memcpy(bytes, (const char *)x + pf_byte_of(dtype, i), (size_t)pf_row_bytes(dtype, f64_LANES));
     float narrow[f32_LANES];
     f32_store(narrow, f32_load_as(bytes, 0, dtype));
     double wide[f64_LANES];

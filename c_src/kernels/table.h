@@ -2,13 +2,26 @@
  * kernels of one instruction set. Kernels do arithmetic on one tile: no allocation, no threads,
  * no errors. "real" below is float or double, whichever the table row is for.
  *
- * Scores are raw products q.k; a weight is exp2((score - m) * scale_log2). m never falls below
+ * Scores are raw products q.k, or what the terms make of them; a weight is exp2((score - m) *
+ * scale_log2). m never falls below
  * LOWEST of kernels/exp2.h, a finite number, so that a tile without visible keys leaves 0 behind, not NaN. */
 #ifndef PF_KERNELS_TABLE_H
 #define PF_KERNELS_TABLE_H
 
 #include <stddef.h>
 #include <stdint.h>
+
+/* What changes the scores of a tile, in this order. "Row" is a lane of a panel or a row of a block. */
+typedef struct pf_terms {
+    double scale;   /* factor on q.k */
+    double softcap; /* softcap * tanh(score / softcap); 0: none */
+    double (*score_mod)(double score, int64_t batch, int64_t head, int64_t query, int64_t key);
+    const int64_t *head, *position; /* of each row; only for score_mod */
+    int64_t batch, first_key;       /* number of the tile's key 0; only for score_mod */
+    const void *slopes;             /* real, one per row, or null */
+    const void *distance;           /* real, one per row: its position minus that of key 0 */
+    const void *added;              /* real, shaped as the scores, or null; -inf hides the key */
+} pf_terms;
 
 /* A panel of query rows, one in each lane of num_vectors vectors: width = num_vectors * lanes. */
 typedef struct pf_prefill_tile {
@@ -19,6 +32,7 @@ typedef struct pf_prefill_tile {
     void *scores;              /* real [num_keys][width], scratch */
     void *m, *l;               /* real [width] */
     void *o;                   /* real [head_dim_v][width] */
+    const pf_terms *terms;     /* null: none */
     int64_t num_keys, head_dim, head_dim_v;
     double scale_log2;
     int32_t num_vectors;
@@ -30,11 +44,13 @@ typedef struct pf_decode_block {
     const void *q;             /* real [num_rows][q_stride], zero behind head_dim */
     const void *const *k_rows; /* pointers to the keys from key_lo on, as stored, unit stride */
     const void *const *v_rows;
-    const int32_t *lo, *hi; /* [num_rows]: visible keys of each row; null: all that are present */
-    void *scores;           /* real [num_rows][scores_stride], scratch */
-    void *m, *l;            /* real [num_rows] */
-    void *o;                /* real [num_rows][o_stride] */
-    void *alpha, *sums;     /* as m and o, scratch */
+    const int32_t *lo, *hi;        /* [num_rows]: visible keys of each row; null: all that are present */
+    void *scores;                  /* real [num_rows][scores_stride], scratch */
+    void *m, *l;                   /* real [num_rows] */
+    void *o;                       /* real [num_rows][o_stride] */
+    void *alpha, *sums;            /* as m and o, scratch */
+    const pf_terms *terms;         /* null: none */
+    const void *k_scale, *v_scale; /* real, one per key from key_lo on: stored rows times these; null: 1 */
     int64_t q_stride, scores_stride, o_stride;
     int64_t head_dim, head_dim_v;
     double scale_log2;
@@ -49,7 +65,14 @@ typedef struct pf_real_kernels {
     int32_t prefill_tile_keys; /* keys per tile; borders at multiples of it, from key 0 */
 
     void (*prefill_tile)(const pf_prefill_tile *tile);
+    /* The same up to the final scores, of panels of panel_vectors vectors with terms. */
+    void (*score_tile)(const pf_prefill_tile *tile);
     void (*decode_block)(const pf_decode_block *block);
+
+    /* Probabilities in place of the panel's scores, which become natural by `factor`; per lane the
+     * highest score and the sum of -p ln p. Hidden keys become -0. */
+    void (*probabilities)(const pf_prefill_tile *tile, double factor, const void *lse, void *highest,
+                          void *entropy);
 
     /* Empty states: m = LOWEST, l = 0, o = 0. */
     void (*state_reset)(void *m, void *l, int64_t num_rows, void *o, int64_t num_outputs);
@@ -76,8 +99,13 @@ typedef struct pf_real_kernels {
     void (*load_row)(void *row, const void *x, int64_t stride, int64_t n, int32_t dtype);
     void (*store_row)(void *x, int64_t stride, const void *row, int64_t n, int32_t dtype);
 
+    /* Rows of pf_terms.added: hide keys whose byte is 0; count the hidden ones. */
+    void (*hide)(void *row, const uint8_t *seen, int64_t stride, int64_t n);
+    int64_t (*count_hidden)(const void *row, int64_t n);
+
     /* For tests: 2^(x * factor), transpose of lanes x lanes, sums of 4 vectors, largest of one. */
     void (*exp2_array)(void *out, const void *x, double factor, int64_t count);
+    void (*tanh_array)(void *out, const void *x, int64_t count);
     void (*transpose)(void *out, const void *x);
     void (*reduce)(void *sums, void *maximum, const void *x);
 } pf_real_kernels;

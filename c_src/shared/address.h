@@ -5,11 +5,6 @@
 
 #include "integers.h"
 
-/* Element i of an array of 4- or 8-byte integers. */
-PF_SHARED_INLINE int64_t pf_integer_at(const void *data, int32_t item_bytes, int64_t i) {
-    return item_bytes == 4 ? (int64_t)((const int32_t *)data)[i] : ((const int64_t *)data)[i];
-}
-
 /* How many keys from `position` on lie at equal distances: to the end of its page. */
 PF_SHARED_INLINE int64_t pf_run_length(int64_t page_size, int64_t position) {
     return page_size - position % page_size;

@@ -27,6 +27,21 @@ PF_SHARED_INLINE int64_t pf_dtype_size(int32_t dtype) {
     }
 }
 
+/* Byte at which element i of a row of unit stride lies; i is even for int4, where two share one. */
+PF_SHARED_INLINE int64_t pf_byte_of(int32_t dtype, int64_t i) {
+    return dtype == PF_I4 ? i / 2 : i * pf_dtype_size(dtype);
+}
+
+/* Bytes of n elements of unit stride. */
+PF_SHARED_INLINE int64_t pf_row_bytes(int32_t dtype, int64_t n) {
+    return dtype == PF_I4 ? (n + 1) / 2 : n * pf_dtype_size(dtype);
+}
+
+/* Element i of an array of 4- or 8-byte integers. */
+PF_SHARED_INLINE int64_t pf_integer_at(const void *data, int32_t item_bytes, int64_t i) {
+    return item_bytes == 4 ? (int64_t)((const int32_t *)data)[i] : ((const int64_t *)data)[i];
+}
+
 PF_SHARED_INLINE int64_t pf_min(int64_t a, int64_t b) {
     return a < b ? a : b;
 }

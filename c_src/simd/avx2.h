@@ -44,6 +44,18 @@ static inline f32_vec f32_fma(f32_vec a, f32_vec b, f32_vec c) {
 static inline f32_vec f32_max(f32_vec a, f32_vec b) {
     return _mm256_max_ps(a, b);
 }
+static inline f32_vec f32_div(f32_vec a, f32_vec b) {
+    return _mm256_div_ps(a, b);
+}
+static inline f32_vec f32_abs(f32_vec x) {
+    return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), x);
+}
+static inline f32_vec f32_copysign(f32_vec x, f32_vec sign) {
+    return _mm256_or_ps(f32_abs(x), _mm256_and_ps(_mm256_set1_ps(-0.0f), sign));
+}
+static inline f32_vec f32_where_below(f32_vec x, f32_vec limit, f32_vec a, f32_vec b) {
+    return _mm256_blendv_ps(b, a, _mm256_cmp_ps(x, limit, _CMP_LT_OQ));
+}
 static inline f32_vec f32_keep(f32_vec s, f32_vec j, f32_vec lo, f32_vec hi) {
     const __m256 seen = _mm256_and_ps(_mm256_cmp_ps(lo, j, _CMP_LE_OQ), _mm256_cmp_ps(j, hi, _CMP_LT_OQ));
     return _mm256_blendv_ps(_mm256_set1_ps(-__builtin_inff()), s, seen);
@@ -60,6 +72,28 @@ static inline void f32_store_f16(void *p, f32_vec v) {
 static inline f32_vec f32_load_bf16(const void *p) {
     const __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p));
     return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
+}
+static inline f32_vec f32_load_f8e5m2(const void *p) { /* the upper half of a float16 */
+    const __m128i codes = _mm_cvtepu8_epi16(_mm_loadl_epi64((const __m128i *)p));
+    return _mm256_cvtph_ps(_mm_slli_epi16(codes, 8));
+}
+static inline f32_vec f32_load_f8e4m3(const void *p) { /* a float16 but for bias and Inf */
+    const __m128i codes = _mm_cvtepu8_epi16(_mm_loadl_epi64((const __m128i *)p));
+    const __m128i sign = _mm_and_si128(_mm_slli_epi16(codes, 8), _mm_set1_epi16((short)0x8000));
+    const __m128i rest = _mm_and_si128(_mm_slli_epi16(codes, 7), _mm_set1_epi16(0x3f80));
+    const __m256 x = _mm256_mul_ps(_mm256_cvtph_ps(_mm_or_si128(sign, rest)), _mm256_set1_ps(256.0f));
+    return _mm256_or_ps(x, _mm256_cmp_ps(f32_abs(x), _mm256_set1_ps(480.0f), _CMP_EQ_OQ));
+}
+static inline f32_vec f32_load_i8(const void *p) {
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p)));
+}
+static inline f32_vec f32_load_i4(const void *p) {
+    int bytes;
+    __builtin_memcpy(&bytes, p, sizeof bytes);
+    const __m128i x = _mm_cvtsi32_si128(bytes), low = _mm_set1_epi8(15), eight = _mm_set1_epi8(8);
+    const __m128i even = _mm_and_si128(x, low), odd = _mm_and_si128(_mm_srli_epi16(x, 4), low);
+    const __m128i both = _mm_xor_si128(_mm_unpacklo_epi8(even, odd), eight);
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_sub_epi8(both, eight)));
 }
 static inline void f32_store_bf16(void *p, f32_vec v) {
     const __m256i bits = _mm256_castps_si256(v);
@@ -143,6 +177,18 @@ static inline f64_vec f64_fma(f64_vec a, f64_vec b, f64_vec c) {
 }
 static inline f64_vec f64_max(f64_vec a, f64_vec b) {
     return _mm256_max_pd(a, b);
+}
+static inline f64_vec f64_div(f64_vec a, f64_vec b) {
+    return _mm256_div_pd(a, b);
+}
+static inline f64_vec f64_abs(f64_vec x) {
+    return _mm256_andnot_pd(_mm256_set1_pd(-0.0), x);
+}
+static inline f64_vec f64_copysign(f64_vec x, f64_vec sign) {
+    return _mm256_or_pd(f64_abs(x), _mm256_and_pd(_mm256_set1_pd(-0.0), sign));
+}
+static inline f64_vec f64_where_below(f64_vec x, f64_vec limit, f64_vec a, f64_vec b) {
+    return _mm256_blendv_pd(b, a, _mm256_cmp_pd(x, limit, _CMP_LT_OQ));
 }
 static inline f64_vec f64_keep(f64_vec s, f64_vec j, f64_vec lo, f64_vec hi) {
     const __m256d seen = _mm256_and_pd(_mm256_cmp_pd(lo, j, _CMP_LE_OQ), _mm256_cmp_pd(j, hi, _CMP_LT_OQ));

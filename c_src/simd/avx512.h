@@ -44,6 +44,18 @@ static inline f32_vec f32_fma(f32_vec a, f32_vec b, f32_vec c) {
 static inline f32_vec f32_max(f32_vec a, f32_vec b) {
     return _mm512_max_ps(a, b);
 }
+static inline f32_vec f32_div(f32_vec a, f32_vec b) {
+    return _mm512_div_ps(a, b);
+}
+static inline f32_vec f32_abs(f32_vec x) {
+    return _mm512_abs_ps(x);
+}
+static inline f32_vec f32_copysign(f32_vec x, f32_vec sign) {
+    return _mm512_or_ps(f32_abs(x), _mm512_and_ps(_mm512_set1_ps(-0.0f), sign));
+}
+static inline f32_vec f32_where_below(f32_vec x, f32_vec limit, f32_vec a, f32_vec b) {
+    return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(x, limit, _CMP_LT_OQ), b, a);
+}
 static inline f32_vec f32_keep(f32_vec s, f32_vec j, f32_vec lo, f32_vec hi) {
     const __mmask16 above = _mm512_cmp_ps_mask(lo, j, _CMP_LE_OQ);
     const __mmask16 seen = _mm512_mask_cmp_ps_mask(above, j, hi, _CMP_LT_OQ);
@@ -61,6 +73,28 @@ static inline void f32_store_f16(void *p, f32_vec v) {
 static inline f32_vec f32_load_bf16(const void *p) {
     const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p));
     return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
+}
+static inline f32_vec f32_load_f8e5m2(const void *p) { /* the upper half of a float16 */
+    const __m256i codes = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *)p));
+    return _mm512_cvtph_ps(_mm256_slli_epi16(codes, 8));
+}
+static inline f32_vec f32_load_f8e4m3(const void *p) { /* a float16 but for bias and Inf */
+    const __m256i codes = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *)p));
+    const __m256i sign = _mm256_and_si256(_mm256_slli_epi16(codes, 8), _mm256_set1_epi16((short)0x8000));
+    const __m256i rest = _mm256_and_si256(_mm256_slli_epi16(codes, 7), _mm256_set1_epi16(0x3f80));
+    const __m512 x = _mm512_mul_ps(_mm512_cvtph_ps(_mm256_or_si256(sign, rest)), _mm512_set1_ps(256.0f));
+    const __mmask16 nan = _mm512_cmp_ps_mask(f32_abs(x), _mm512_set1_ps(480.0f), _CMP_EQ_OQ);
+    return _mm512_mask_mov_ps(x, nan, _mm512_set1_ps(__builtin_nanf("")));
+}
+static inline f32_vec f32_load_i8(const void *p) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)));
+}
+static inline f32_vec f32_load_i4(const void *p) {
+    const __m128i x = _mm_loadl_epi64((const __m128i *)p);
+    const __m128i low = _mm_set1_epi8(15), eight = _mm_set1_epi8(8);
+    const __m128i even = _mm_and_si128(x, low), odd = _mm_and_si128(_mm_srli_epi16(x, 4), low);
+    const __m128i both = _mm_xor_si128(_mm_unpacklo_epi8(even, odd), eight);
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_sub_epi8(both, eight)));
 }
 static inline void f32_store_bf16(void *p, f32_vec v) {
     const __m512i bits = _mm512_castps_si512(v);
@@ -153,6 +187,18 @@ static inline f64_vec f64_fma(f64_vec a, f64_vec b, f64_vec c) {
 }
 static inline f64_vec f64_max(f64_vec a, f64_vec b) {
     return _mm512_max_pd(a, b);
+}
+static inline f64_vec f64_div(f64_vec a, f64_vec b) {
+    return _mm512_div_pd(a, b);
+}
+static inline f64_vec f64_abs(f64_vec x) {
+    return _mm512_abs_pd(x);
+}
+static inline f64_vec f64_copysign(f64_vec x, f64_vec sign) {
+    return _mm512_or_pd(f64_abs(x), _mm512_and_pd(_mm512_set1_pd(-0.0), sign));
+}
+static inline f64_vec f64_where_below(f64_vec x, f64_vec limit, f64_vec a, f64_vec b) {
+    return _mm512_mask_blend_pd(_mm512_cmp_pd_mask(x, limit, _CMP_LT_OQ), b, a);
 }
 static inline f64_vec f64_keep(f64_vec s, f64_vec j, f64_vec lo, f64_vec hi) {
     const __mmask8 above = _mm512_cmp_pd_mask(lo, j, _CMP_LE_OQ);

@@ -44,6 +44,18 @@ static inline f32_vec f32_fma(f32_vec a, f32_vec b, f32_vec c) {
 static inline f32_vec f32_max(f32_vec a, f32_vec b) {
     return vmaxq_f32(a, b);
 }
+static inline f32_vec f32_div(f32_vec a, f32_vec b) {
+    return vdivq_f32(a, b);
+}
+static inline f32_vec f32_abs(f32_vec x) {
+    return vabsq_f32(x);
+}
+static inline f32_vec f32_copysign(f32_vec x, f32_vec sign) {
+    return vbslq_f32(vdupq_n_u32(0x80000000), sign, x);
+}
+static inline f32_vec f32_where_below(f32_vec x, f32_vec limit, f32_vec a, f32_vec b) {
+    return vbslq_f32(vcltq_f32(x, limit), a, b);
+}
 static inline f32_vec f32_keep(f32_vec s, f32_vec j, f32_vec lo, f32_vec hi) {
     return vbslq_f32(vandq_u32(vcleq_f32(lo, j), vcltq_f32(j, hi)), s, vdupq_n_f32(-__builtin_inff()));
 }
@@ -58,6 +70,33 @@ static inline void f32_store_f16(void *p, f32_vec v) {
 }
 static inline f32_vec f32_load_bf16(const void *p) {
     return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16((const uint16_t *)p), 16));
+}
+static inline uint16x4_t pf_load_codes(const void *p) {
+    uint32_t bytes;
+    __builtin_memcpy(&bytes, p, sizeof bytes);
+    return vget_low_u16(vmovl_u8(vreinterpret_u8_u32(vdup_n_u32(bytes))));
+}
+static inline f32_vec f32_load_f8e5m2(const void *p) { /* the upper half of a float16 */
+    return vcvt_f32_f16(vreinterpret_f16_u16(vshl_n_u16(pf_load_codes(p), 8)));
+}
+static inline f32_vec f32_load_f8e4m3(const void *p) { /* a float16 but for bias and Inf */
+    const uint16x4_t codes = pf_load_codes(p);
+    const uint16x4_t sign = vand_u16(vshl_n_u16(codes, 8), vdup_n_u16(0x8000));
+    const uint16x4_t rest = vand_u16(vshl_n_u16(codes, 7), vdup_n_u16(0x3f80));
+    const f32_vec x = vmulq_n_f32(vcvt_f32_f16(vreinterpret_f16_u16(vorr_u16(sign, rest))), 256.0f);
+    const uint32x4_t nan = vceqq_f32(vabsq_f32(x), vdupq_n_f32(480.0f));
+    return vreinterpretq_f32_u32(vorrq_u32(vreinterpretq_u32_f32(x), nan));
+}
+static inline f32_vec f32_load_i8(const void *p) {
+    const int16x4_t narrow = vreinterpret_s16_u16(vshl_n_u16(pf_load_codes(p), 8));
+    return vcvtq_n_f32_s32(vmovl_s16(narrow), 8); /* the code in the upper byte, divided by 2^8 */
+}
+static inline f32_vec f32_load_i4(const void *p) {
+    uint16_t bytes;
+    __builtin_memcpy(&bytes, p, sizeof bytes);
+    const int32_t left[4] = {28, 24, 20, 16};
+    const int32x4_t top = vshlq_s32(vdupq_n_s32(bytes), vld1q_s32(left)); /* each nibble to the top */
+    return vcvtq_f32_s32(vshrq_n_s32(top, 28));
 }
 static inline void f32_store_bf16(void *p, f32_vec v) {
     const uint32x4_t bits = vreinterpretq_u32_f32(v);
@@ -116,6 +155,18 @@ static inline f64_vec f64_fma(f64_vec a, f64_vec b, f64_vec c) {
 }
 static inline f64_vec f64_max(f64_vec a, f64_vec b) {
     return vmaxq_f64(a, b);
+}
+static inline f64_vec f64_div(f64_vec a, f64_vec b) {
+    return vdivq_f64(a, b);
+}
+static inline f64_vec f64_abs(f64_vec x) {
+    return vabsq_f64(x);
+}
+static inline f64_vec f64_copysign(f64_vec x, f64_vec sign) {
+    return vbslq_f64(vdupq_n_u64(0x8000000000000000), sign, x);
+}
+static inline f64_vec f64_where_below(f64_vec x, f64_vec limit, f64_vec a, f64_vec b) {
+    return vbslq_f64(vcltq_f64(x, limit), a, b);
 }
 static inline f64_vec f64_keep(f64_vec s, f64_vec j, f64_vec lo, f64_vec hi) {
     return vbslq_f64(vandq_u64(vcleq_f64(lo, j), vcltq_f64(j, hi)), s, vdupq_n_f64(-__builtin_inf()));

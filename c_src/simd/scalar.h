@@ -49,6 +49,19 @@ static inline f32_vec f32_select(pf_mask32 mask, f32_vec a, f32_vec b) {
 static inline f32_vec f32_max(f32_vec a, f32_vec b) {
     return f32_select(a > b, a, b);
 }
+static inline f32_vec f32_div(f32_vec a, f32_vec b) {
+    return a / b;
+}
+static inline f32_vec f32_copysign(f32_vec x, f32_vec sign) {
+    const pf_mask32 rest = {0x7fffffff, 0x7fffffff, 0x7fffffff, 0x7fffffff};
+    return f32_select(rest, x, sign);
+}
+static inline f32_vec f32_abs(f32_vec x) {
+    return f32_copysign(x, f32_zero());
+}
+static inline f32_vec f32_where_below(f32_vec x, f32_vec limit, f32_vec a, f32_vec b) {
+    return f32_select(x < limit, a, b);
+}
 static inline f32_vec f32_keep(f32_vec s, f32_vec j, f32_vec lo, f32_vec hi) {
     return f32_select((lo <= j) & (j < hi), s, f32_set1(-__builtin_inff()));
 }
@@ -129,6 +142,31 @@ static inline f32_vec f32_load_bf16(const void *p) {
     return (f32_vec){pf_f32_of_bits((uint32_t)h[0] << 16), pf_f32_of_bits((uint32_t)h[1] << 16),
                      pf_f32_of_bits((uint32_t)h[2] << 16), pf_f32_of_bits((uint32_t)h[3] << 16)};
 }
+static inline float pf_widen_f8e4m3(uint8_t code) { /* a float16 but for bias and Inf */
+    if ((code & 0x7f) == 0x7f)
+        return pf_f32_of_bits(0x7fc00000 | (uint32_t)(code & 0x80) << 24);
+    return 256.0f * pf_widen_f16((uint16_t)((code & 0x80) << 8 | (code & 0x7f) << 7));
+}
+static inline f32_vec f32_load_f8e4m3(const void *p) {
+    const uint8_t *c = (const uint8_t *)p;
+    return (f32_vec){pf_widen_f8e4m3(c[0]), pf_widen_f8e4m3(c[1]), pf_widen_f8e4m3(c[2]),
+                     pf_widen_f8e4m3(c[3])};
+}
+static inline f32_vec f32_load_f8e5m2(const void *p) { /* the upper half of a float16 */
+    const uint8_t *c = (const uint8_t *)p;
+    return (f32_vec){pf_widen_f16((uint16_t)(c[0] << 8)), pf_widen_f16((uint16_t)(c[1] << 8)),
+                     pf_widen_f16((uint16_t)(c[2] << 8)), pf_widen_f16((uint16_t)(c[3] << 8))};
+}
+static inline f32_vec f32_load_i8(const void *p) {
+    const int8_t *c = (const int8_t *)p;
+    return (f32_vec){(float)c[0], (float)c[1], (float)c[2], (float)c[3]};
+}
+static inline f32_vec f32_load_i4(const void *p) {
+    const uint8_t *c = (const uint8_t *)p;
+    const int x[4] = {c[0] & 15, c[0] >> 4, c[1] & 15, c[1] >> 4}; /* 8 to 15 stand for -8 to -1 */
+    return (f32_vec){(float)((x[0] ^ 8) - 8), (float)((x[1] ^ 8) - 8), (float)((x[2] ^ 8) - 8),
+                     (float)((x[3] ^ 8) - 8)};
+}
 static inline void f32_store_bf16(void *p, f32_vec v) {
     const uint16_t h[4] = {pf_narrow_bf16(v[0]), pf_narrow_bf16(v[1]), pf_narrow_bf16(v[2]),
                            pf_narrow_bf16(v[3])};
@@ -170,6 +208,19 @@ static inline f64_vec f64_select(pf_mask64 mask, f64_vec a, f64_vec b) {
 }
 static inline f64_vec f64_max(f64_vec a, f64_vec b) {
     return f64_select(a > b, a, b);
+}
+static inline f64_vec f64_div(f64_vec a, f64_vec b) {
+    return a / b;
+}
+static inline f64_vec f64_copysign(f64_vec x, f64_vec sign) {
+    const pf_mask64 rest = {0x7fffffffffffffff, 0x7fffffffffffffff};
+    return f64_select(rest, x, sign);
+}
+static inline f64_vec f64_abs(f64_vec x) {
+    return f64_copysign(x, f64_zero());
+}
+static inline f64_vec f64_where_below(f64_vec x, f64_vec limit, f64_vec a, f64_vec b) {
+    return f64_select(x < limit, a, b);
 }
 static inline f64_vec f64_keep(f64_vec s, f64_vec j, f64_vec lo, f64_vec hi) {
     return f64_select((lo <= j) & (j < hi), s, f64_set1(-__builtin_inf()));

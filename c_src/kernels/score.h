@@ -1,0 +1,136 @@
+/* What happens to a score between q.k and the weights: scale, softcap, the caller's function, ALiBi,
+ * bias, in this order. One statement for both families: a tile's scores lie in memory, lanes are
+ * query rows in a prefill panel and keys in a decode row. Included once per element type. */
+
+/* tanh by way of 2^t - 1, t = -2 |x| log2(e), which keeps its relative accuracy where x is small. */
+PF_INLINE V(vec) V(tanh)(V(vec) x) {
+    const V(vec) factor = V(set1)((V(elem))2.8853900817779268147);
+    /* Beyond 40 tanh is 1 in either type, and 2^n has to stay a number. */
+    const V(vec) y = V(max)(V(set1)(-40), V(sub)(V(zero)(), V(abs)(x)));
+    const V(vec) z = V(fma)(y, factor, V(set1)(V(MAGIC)));
+    const V(vec) n = V(sub)(z, V(set1)(V(MAGIC)));
+    const V(vec) f = V(fma)(y, factor, V(sub)(V(zero)(), n));
+    const V(vec) power = V(exponent)(z), one = V(set1)(1);
+    const V(vec) less = V(fma)(power, V(exp2m1_fraction)(f), V(sub)(power, one)); /* e^(-2|x|) - 1 */
+    const V(vec) t = V(div)(V(sub)(V(zero)(), less), V(add)(less, V(set1)(2)));
+    return V(copysign)(t, x);
+}
+
+/* The constants of a call, in vectors. */
+typedef struct V(terms) {
+    V(vec) scale, cap, inverse_cap;
+} V(terms);
+
+PF_INLINE V(terms) V(terms_of)(const pf_terms *t) {
+    return (V(terms)){V(set1)((V(elem))t->scale), V(set1)((V(elem))t->softcap),
+                      V(set1)((V(elem))(t->softcap > 0 ? 1 / t->softcap : 0))};
+}
+
+PF_INLINE V(vec) V(scaled_and_capped)(V(vec) s, const pf_terms *t, const V(terms) * c) {
+    s = V(mul)(s, c->scale);
+    return t->softcap > 0 ? V(mul)(V(tanh)(V(mul)(s, c->inverse_cap)), c->cap) : s;
+}
+
+/* -inf hides, whatever the score is; anything finite stays a number, as low as it may be. */
+PF_INLINE V(vec) V(biased)(V(vec) s, V(vec) bias) {
+    const V(vec) lowest = V(set1)(V(LOWEST)), sum = V(add)(s, bias);
+    const V(vec) kept = V(where_below)(s, lowest, sum, V(max)(lowest, sum));
+    return V(where_below)(bias, lowest, V(set1)(-(V(elem))__builtin_inff()), kept);
+}
+
+/* Final scores of a panel, in place: all terms, then the selection by spans. Returns the maximum of
+ * each lane in `top`. */
+static __attribute__((noinline)) void V(panel_terms)(const pf_prefill_tile *tile, V(vec) * top) {
+    const pf_terms *t = tile->terms;
+    const V(terms) c = V(terms_of)(t);
+    const int num_vectors = tile->num_vectors;
+    const int64_t width = (int64_t)num_vectors * V(LANES);
+    const V(elem) *slopes = t->slopes, *distance = t->distance, *added = t->added;
+    for (int w = 0; w < num_vectors; w++) {
+        const int64_t first = w * V(LANES);
+        V(vec) lo = V(zero)(), hi = V(zero)(), highest = V(set1)(V(LOWEST));
+        if (tile->lo) {
+            V(elem) ends[2][V(LANES)];
+            for (int i = 0; i < V(LANES); i++) {
+                ends[0][i] = (V(elem))tile->lo[first + i];
+                ends[1][i] = (V(elem))tile->hi[first + i];
+            }
+            lo = V(load)(ends[0]);
+            hi = V(load)(ends[1]);
+        }
+        for (int64_t j = 0; j < tile->num_keys; j++) {
+            V(elem) *place = (V(elem) *)tile->scores + j * width + first;
+            V(vec) s = V(scaled_and_capped)(V(load)(place), t, &c);
+            if (t->score_mod) {
+                V(store)(place, s);
+                for (int i = 0; i < V(LANES); i++)
+                    place[i] = (V(elem))t->score_mod(place[i], t->batch, t->head[first + i],
+                                                     t->position[first + i], t->first_key + j);
+                s = V(load)(place);
+            }
+            if (slopes) {
+                const V(vec) away = V(abs)(V(sub)(V(load)(distance + first), V(set1)((V(elem))j)));
+                s = V(sub)(s, V(mul)(V(load)(slopes + first), away));
+            }
+            if (added)
+                s = V(biased)(s, V(load)(added + j * width + first));
+            if (tile->lo)
+                s = V(keep)(s, V(set1)((V(elem))j), lo, hi);
+            V(store)(place, s);
+            highest = V(max)(highest, s);
+        }
+        top[w] = highest;
+    }
+}
+
+/* All terms of the scores of row r against keys [key_lo, key_hi) of a block, in place; what lies
+ * around them, up to whole vectors, becomes rubbish. */
+static __attribute__((noinline)) void V(row_terms)(const pf_decode_block *block, int32_t r,
+                                                   V(elem) * scores) {
+    const pf_terms *t = block->terms;
+    const V(terms) c = V(terms_of)(t);
+    V(elem) count[V(LANES)];
+    for (int i = 0; i < V(LANES); i++)
+        count[i] = (V(elem))i;
+    const V(vec) lanes = V(load)(count);
+    const V(elem) *added = t->added ? (const V(elem) *)t->added + r * block->scores_stride : 0;
+    const int64_t end = pf_round_up(block->key_hi, V(LANES));
+    for (int64_t j = block->key_lo / V(LANES) * V(LANES); j < end; j += V(LANES)) {
+        V(vec) s = V(scaled_and_capped)(V(load)(scores + j), t, &c);
+        if (t->score_mod) {
+            V(store)(scores + j, s);
+            for (int64_t i = pf_max(j, block->key_lo); i < pf_min(j + V(LANES), block->key_hi); i++)
+                scores[i] =
+                    (V(elem))t->score_mod(scores[i], t->batch, t->head[r], t->position[r], t->first_key + i);
+            s = V(load)(scores + j);
+        }
+        if (t->slopes) {
+            const V(vec) distance = V(set1)(((const V(elem) *)t->distance)[r] - (V(elem))j);
+            const V(vec) away = V(abs)(V(sub)(distance, lanes));
+            s = V(sub)(s, V(mul)(V(set1)(((const V(elem) *)t->slopes)[r]), away));
+        }
+        if (added)
+            s = V(biased)(s, V(load)(added + j));
+        V(store)(scores + j, s);
+    }
+}
+
+/* Rows of what is added to scores: hide what a mask of bytes does not show, count what is hidden. */
+static void V(hide)(void *row_, const uint8_t *seen, int64_t stride, int64_t n) {
+    V(elem) *row = row_;
+    const V(elem) hidden = -(V(elem))__builtin_inff();
+    if (stride == 1)
+        for (int64_t j = 0; j < n; j++)
+            row[j] = seen[j] ? row[j] : hidden;
+    else
+        for (int64_t j = 0; j < n; j++)
+            row[j] = seen[j * stride] ? row[j] : hidden;
+}
+
+static int64_t V(count_hidden)(const void *row_, int64_t n) {
+    const V(elem) *row = row_;
+    int32_t hidden = 0; /* of a tile, which has fewer keys than that */
+    for (int64_t j = 0; j < n; j++)
+        hidden += row[j] < V(LOWEST);
+    return hidden;
+}
