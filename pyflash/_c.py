@@ -343,9 +343,9 @@ def primitive(isa: str, name: str, *arrays: Array, factor: float = 1.0, dtype: s
     ----------
     isa : str
         One of `supported_isas`.
-    name : {"exp2", "load", "store", "transpose", "reduce", "lanes"}
-        exp2: ``2**(x * factor)`` for x <= 0. load: a 1-D array of a stored type (any stride) to its
-        compute type. store: a 1-D array of a compute type to `dtype`. transpose: a square of
+    name : {"exp2", "tanh", "load", "store", "transpose", "reduce", "lanes"}
+        exp2: ``2**(x * factor)`` for x <= 0. tanh. load: a 1-D array of a stored type (any stride) to
+        its compute type; of uint8 codes that of `dtype`. store: a 1-D array of a compute type to `dtype`. transpose: a square of
         lanes x lanes. reduce: (4, lanes) to its 4 sums and the maximum of row 0. lanes: lanes of
         float32 and float64.
     *arrays : ndarray
@@ -360,11 +360,15 @@ def primitive(isa: str, name: str, *arrays: Array, factor: float = 1.0, dtype: s
     if name == "exp2":
         out = np.empty(x.shape, compute)
         lib.pf_primitive_exp2(row, wide, _pointer(x), factor, _pointer(out), x.size)
-    elif name == "load":
+    elif name == "tanh":
         out = np.empty(x.shape, compute)
-        lib.pf_primitive_load(
-            row, wide, _code(x), _pointer(x), x.strides[0] // x.itemsize, _pointer(out), x.size
-        )
+        lib.pf_primitive_tanh(row, wide, _pointer(x), _pointer(out), x.size)
+    elif name == "load":
+        stored = _dtypes.BY_NAME[dtype] if x.dtype == np.uint8 else _dtypes.lookup_stored(x.dtype)
+        assert stored is not None
+        out = np.empty(x.size * stored.per_item, compute)
+        stride = x.strides[0] // x.itemsize
+        lib.pf_primitive_load(row, wide, stored.code, _pointer(x), stride, _pointer(out), out.size)
     elif name == "store":
         out = np.empty(x.shape, _dtypes.numpy_dtype(dtype))
         lib.pf_primitive_store(row, wide, _code(out), _pointer(x), _pointer(out), 1, x.size)

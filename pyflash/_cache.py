@@ -11,11 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from . import _backends, _checks
+from . import _backends, _checks, _dtypes
 from ._description import Array
-from ._errors import invalid
+from ._errors import InvalidArgument, invalid
 from ._pages import PageTable
 from ._reservation import Reservation, Sequences, sequence_list, table_of
+
+_QUANTISED = tuple(row.name for row in _dtypes.QUANTISED)
 
 
 class PagedKVCache:
@@ -42,7 +44,9 @@ class PagedKVCache:
     num_layers : int, default 1
         Layers of the model; each has its own keys and values in the same pages.
     dtype : str or numpy.dtype, default "float32"
-        "float64", "float32", "float16" or "bfloat16" (the last needs ``ml_dtypes``).
+        "float64", "float32", "float16" or "bfloat16" (the last needs ``ml_dtypes``); or quantised:
+        "int8", "int4", "float8_e4m3fn" or "float8_e5m2", with a scale per token and head that is
+        chosen when they are appended.
     cache_layout : {"nhd", "hnd"}, default "nhd"
         Order of the axes of `k_cache` and `v_cache` behind the layer: ``(num_pages, page_size,
         num_kv_heads, head_dim)`` or ``(num_pages, num_kv_heads, page_size, head_dim)``. To be
@@ -54,7 +58,12 @@ class PagedKVCache:
     ----------
     k_cache, v_cache : numpy.ndarray
         The pools, ``(num_layers, num_pages, ...)``; ``k_cache[layer]`` is what
-        `pyflash.paged_attention` takes. Treat them as read-only.
+        `pyflash.paged_attention` takes. Treat them as read-only. Those of float8 and int4 are uint8,
+        the latter ``head_dim / 2`` wide.
+    kv_dtype : str or None
+        What `pyflash.paged_attention` has to be told about pools of uint8.
+    k_scale, v_scale : numpy.ndarray or None
+        float32 scales of a quantised cache, shaped as the pools without their last axis.
 
     Raises
     ------
@@ -114,24 +123,32 @@ class PagedKVCache:
         if backend is not None:
             _backends.resolve(backend)
         self.backend = backend
-        shape = (
-            self.num_layers,
-            self.num_pages,
-            self.page_size,
-            _checks.integer("num_kv_heads", num_kv_heads, 1),
-        )
-        widths = (head_dim, head_dim if head_dim_v is None else head_dim_v)
-        self.k_cache, self.v_cache = (
-            self._pool((*shape, _checks.integer(name, width, 1)), _checks.dtype_named("dtype", dtype))
-            for name, width in zip(("head_dim", "head_dim_v"), widths, strict=True)
-        )
+        num_kv_heads = _checks.integer("num_kv_heads", num_kv_heads, 1)
+        stored, self._dtype_name = _stored_as(dtype)
+        short_names = {full: name for name, full in _dtypes.OF_BYTES.items()}
+        self.kv_dtype = short_names.get(self._dtype_name)
+        per_item = _dtypes.BY_NAME[self._dtype_name].per_item
+        widths = []
+        if head_dim_v is None:
+            head_dim_v = head_dim
+        for name, width in (("head_dim", head_dim), ("head_dim_v", head_dim_v)):
+            whole, rest = divmod(_checks.integer(name, width, 1), per_item)
+            if rest:
+                raise invalid(name, width, f"a multiple of {per_item} for {self._dtype_name}")
+            widths.append(whole)
+        self.k_cache, self.v_cache = (self._pool(num_kv_heads, width, stored) for width in widths)
+        self.k_scale: Array | None = None
+        self.v_scale: Array | None = None
+        if self._dtype_name in _QUANTISED:
+            float32 = np.dtype(np.float32)
+            self.k_scale, self.v_scale = (self._pool(num_kv_heads, 1, float32)[..., 0] for _ in range(2))
         self._pages = PageTable(self.num_pages, self.page_size)
 
     def __repr__(self) -> str:
         return (
             f"<PagedKVCache: {len(self._pages.entries)} sequences, {self.num_free_pages} of "
             f"{self.num_pages} pages of {self.page_size} tokens free, {self.num_layers} layers, "
-            f"{self.k_cache.dtype.name}>"
+            f"{self._dtype_name}>"
         )
 
     @property
@@ -304,20 +321,60 @@ class PagedKVCache:
             )
         return array
 
-    def _pool(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    def options(self, layer: int) -> dict[str, Any]:
+        """Return the keywords that `pyflash.paged_attention` needs beside the pools of a layer.
+
+        Parameters
+        ----------
+        layer : int
+            Layer of the model.
+
+        Returns
+        -------
+        dict
+            ``cache_layout`` and, of a quantised cache, ``k_scale``, ``v_scale`` and ``kv_dtype``.
+
+        Examples
+        --------
+        >>> import pyflash
+        >>> cache = pyflash.PagedKVCache(8, 4, num_kv_heads=2, head_dim=16, dtype="int4")
+        >>> sorted(cache.options(0)), cache.k_cache.shape, cache.k_scale.shape
+        (['cache_layout', 'k_scale', 'kv_dtype', 'v_scale'], (1, 8, 4, 2, 8), (1, 8, 4, 2))
+        """
+        layer = _checks.integer("layer", layer, 0, self.num_layers - 1)
+        return {"cache_layout": self.cache_layout, **self._storage(layer)}
+
+    def _storage(self, layer: int) -> dict[str, Any]:
+        """Return what reading and writing a layer of a quantised cache needs."""
+        if self.k_scale is None or self.v_scale is None:
+            return {}
+        return {"k_scale": self.k_scale[layer], "v_scale": self.v_scale[layer], "kv_dtype": self.kv_dtype}
+
+    def _pool(self, num_kv_heads: int, width: int, dtype: np.dtype[Any]) -> Array:
         """Return zeros, which the operating system hands out on first touch."""
+        shape = (self.num_layers, self.num_pages, self.page_size, num_kv_heads, width)
         if self.cache_layout == "hnd":
-            layers, pages, page_size, heads, width = shape
-            shape = (layers, pages, heads, page_size, width)
+            shape = (self.num_layers, self.num_pages, num_kv_heads, self.page_size, width)
         try:
             return np.zeros(shape, dtype)
         except ValueError:  # more than an address can reach
             raise invalid("num_pages", f"a pool of shape {shape}", "one that fits into memory") from None
 
-    def _by_token(self, pool: Array) -> Array:
-        """Return a view of a pool (or a layer of it) with the token axis before the head axis."""
-        return pool.swapaxes(-3, -2) if self.cache_layout == "hnd" else pool
-
     def _copy_page(self, source: int, target: int, num_tokens: int) -> None:
-        for pool in (self._by_token(self.k_cache), self._by_token(self.v_cache)):
-            pool[:, target, :num_tokens] = pool[:, source, :num_tokens]
+        for pool in (self.k_cache, self.v_cache, self.k_scale, self.v_scale):
+            if pool is None:
+                continue
+            by_token = pool.swapaxes(2, 3) if self.cache_layout == "hnd" else pool
+            by_token[:, target, :num_tokens] = by_token[:, source, :num_tokens]
+
+
+def _stored_as(dtype: Any) -> tuple[np.dtype[Any], str]:
+    """Return the type of the arrays of a cache, and the name of what they hold."""
+    name = dtype if isinstance(dtype, str) else getattr(dtype, "__name__", str(dtype))
+    if name in _QUANTISED:
+        return np.dtype(np.int8 if name == "int8" else np.uint8), name
+    try:
+        found = _checks.dtype_named("dtype", dtype)
+    except InvalidArgument:
+        raise invalid("dtype", _checks.describe(dtype), f"one of {_dtypes.STORED_NAMES}") from None
+    return found, found.name

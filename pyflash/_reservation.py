@@ -150,6 +150,7 @@ class Reservation:
             interleaved=interleaved,
             cache_layout=cache.cache_layout,
             backend=cache.backend,
+            **cache._storage(layer),
         )
         self._written[layer] = True
         return pools

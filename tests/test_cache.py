@@ -338,7 +338,7 @@ def test_layers_that_were_not_written_are_named():
         ({"num_pages": 0}, "num_pages: found 0"),
         ({"page_size": 2.5}, r"page_size: found 2\.5"),
         ({"num_layers": True}, "num_layers: found True"),
-        ({"dtype": "int8"}, "dtype: found 'int8'"),
+        ({"dtype": "int16"}, "dtype: found 'int16'"),
         ({"dtype": "nonsense"}, "dtype: found 'nonsense'"),
         ({"cache_layout": "bhsd"}, "cache_layout: found 'bhsd'"),
     ],

@@ -80,7 +80,64 @@ def test_exp2_of_nan_is_nan_whatever_its_payload(primitive, dtype, factor):
         assert np.isnan(x).all() and np.isnan(primitive("exp2", x, factor=factor)).all()
 
 
+# ------------------------------------------------------------------------------ tanh
+
+
+@pytest.mark.parametrize("dtype", REALS)
+def test_tanh_keeps_its_relative_accuracy(primitive, dtype):
+    """Near 0 too, where 1 - 2 / (e^2x + 1) would lose all of it."""
+    x = np.random.default_rng(3).uniform(-20, 20, 20_000).astype(dtype)
+    x[:10_000] = np.geomspace(1e-30, 12, 10_000)
+    x[:10_000:2] *= -1
+    exact = np.tanh(x.astype(np.longdouble))
+    error = np.abs(primitive("tanh", x) - exact) / np.abs(exact)
+    assert (error <= 2.5 * np.finfo(dtype).eps).all(), (error.max(), x[error.argmax()])
+
+
+@pytest.mark.parametrize("dtype", REALS)
+def test_tanh_at_the_ends(primitive, dtype):
+    x = np.array([0.0, -0.0, np.inf, -np.inf, 1e30, -1e30, np.finfo(dtype).max], dtype)
+    got = primitive("tanh", x)
+    assert got.tolist() == [0.0, 0.0, 1.0, -1.0, 1.0, -1.0, 1.0] and np.signbit(got[1])
+    assert np.isnan(primitive("tanh", np.array([np.nan, -np.nan], dtype))).all()
+
+
 # ------------------------------------------------------------------- load and store
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
+@pytest.mark.parametrize("wide", [False, True])
+def test_loads_widen_every_float8_exactly(primitive, dtype, wide):
+    """As an array of the type and as plain codes."""
+    codes = np.arange(256, dtype=np.uint8)
+    want = codes.view(numpy_dtype(dtype)).astype(np.float32)
+    for x in (codes, codes.view(numpy_dtype(dtype))):
+        got = primitive("load", x, dtype=dtype)
+        assert got.dtype == np.float32 and same_or_both_nan(got, want).all()
+
+
+def test_loads_widen_every_integer(primitive):
+    x = np.arange(-128, 128).astype(np.int8)
+    assert primitive("load", x).tolist() == list(range(-128, 128))
+    codes = np.arange(256, dtype=np.uint8)
+    want = [(nibble ^ 8) - 8 for code in range(256) for nibble in (code & 15, code >> 4)]
+    assert primitive("load", codes, dtype="int4").tolist() == want
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "int8", "int4"])
+@pytest.mark.parametrize("stride", [1, 2, -1, -3, 0])
+def test_loads_of_codes_of_any_length_and_stride(primitive, dtype, stride):
+    """No byte more than asked for is touched, which the last ones of a page would show."""
+    for length in (0, 1, 2, 3, 4, 7, 8, 9, 15, 16, 17, 33):
+        buffer = np.random.default_rng(length).integers(0, 120, 4 * length + 8).astype(np.uint8)
+        start = 4 * length if stride < 0 else 4
+        x = np.lib.stride_tricks.as_strided(buffer[start:], (length,), (stride,))
+        x = x.view(np.int8) if dtype == "int8" else x
+        got = primitive("load", x, dtype=dtype)
+        assert_same_bits(got, primitive("load", x.copy(), dtype=dtype))
+        table = primitive("load", np.arange(256, dtype=np.uint8).view(x.dtype), dtype=dtype)
+        per_item = table.size // 256
+        assert_same_bits(got, table.reshape(256, per_item)[x.view(np.uint8)].reshape(-1))
 
 
 def every_half(dtype: str) -> np.ndarray:

@@ -62,6 +62,11 @@ int pf_primitive_exp2(int isa, int wide, const void *x, double factor, void *out
     return PF_STATUS_OK;
 }
 
+int pf_primitive_tanh(int isa, int wide, const void *x, void *out, int64_t count) {
+    pf_kernels(isa, wide)->tanh_array(out, x, count);
+    return PF_STATUS_OK;
+}
+
 int pf_primitive_load(int isa, int wide, int dtype, const void *x, int64_t stride, void *out, int64_t count) {
     pf_kernels(isa, wide)->load_row(out, x, stride, count, dtype);
     return PF_STATUS_OK;

@@ -123,6 +123,7 @@ int pf_max_threads(void);
 /* Primitives of an instruction set, for tests. `wide` chooses float64. Each works on count
  * elements; pf_primitive_exp2 computes 2^(x * factor) for x <= 0. */
 int pf_primitive_exp2(int isa, int wide, const void *x, double factor, void *out, int64_t count);
+int pf_primitive_tanh(int isa, int wide, const void *x, void *out, int64_t count);
 int pf_primitive_load(int isa, int wide, int dtype, const void *x, int64_t stride, void *out, int64_t count);
 int pf_primitive_store(int isa, int wide, int dtype, const void *x, void *out, int64_t stride, int64_t count);
 int pf_primitive_lanes(int isa, int wide);
