@@ -5,6 +5,7 @@
 >>> out = pyflash.flash_attention(q, q, q, causal=True)
 """
 
+from . import spans
 from ._api import (
     append_kv,
     explain,
@@ -15,8 +16,10 @@ from ._api import (
     naive_attention,
     paged_attention,
 )
+from ._api_stats import AttentionStats, attention_stats
 from ._backends import available_backends, use_backend
 from ._cache import PagedKVCache
+from ._cascade import cascade_attention
 from ._description import Explanation
 from ._errors import BackendUnavailable, InvalidArgument, OutOfPages, PyflashError, UnsupportedError
 from ._runtime import available_isas, show_runtime
@@ -24,6 +27,7 @@ from ._trace import trace
 from ._version import __version__
 
 __all__ = [
+    "AttentionStats",
     "BackendUnavailable",
     "Explanation",
     "InvalidArgument",
@@ -33,8 +37,10 @@ __all__ = [
     "UnsupportedError",
     "__version__",
     "append_kv",
+    "attention_stats",
     "available_backends",
     "available_isas",
+    "cascade_attention",
     "explain",
     "flash_attention",
     "flash_attention_varlen",
@@ -43,6 +49,7 @@ __all__ = [
     "naive_attention",
     "paged_attention",
     "show_runtime",
+    "spans",
     "trace",
     "use_backend",
 ]
