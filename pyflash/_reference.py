@@ -232,11 +232,11 @@ def _merged(args: MergeArgs, value_factor: float) -> tuple[Array, Array]:
         state = with_sinks(state, sinks)
         if args.lse_includes_sinks:
             lse = np.logaddexp(lse, sinks)
-    out, _ = state_finish(state, seen=state.m != -np.inf)
-    # All scores of such parts were -inf. A score in another part makes that a weight of 0; where
-    # there is none, the union is what they are: softmax of nothing but -inf.
-    broken = (empty & ~np.isfinite(parts).all(axis=-1)).any(axis=0) & empty.all(axis=0)
-    return np.where(broken[..., np.newaxis], np.nan, out) / value_factor, lse
+    # All scores of a part with an lse of -inf and a broken output were -inf: it has seen keys. A score
+    # in another part or a sink makes that a weight of 0; else it is softmax of nothing but -inf.
+    seen = ~empty.all(axis=0) | ~np.isfinite(parts).all(axis=(0, -1))
+    out, _ = state_finish(state, seen)
+    return np.where(seen[..., np.newaxis], out, 0.0) / value_factor, lse
 
 
 def _attend(args: AttentionArgs, block: RowBlock, cut: Plan) -> tuple[Array, Array]:

@@ -72,8 +72,8 @@ static void merge_row(const pf_merger *merger, pf_tree *tree, int64_t b, int64_t
         const int broken = fold_parts(merger, tree, b, token, head, value_factors[attempt]);
         const pf_state state = pf_tree_close(tree);
         const double m = get_real(state.m, merger->elem_bytes), l = get_real(state.l, merger->elem_bytes);
-        /* All scores of all parts were -inf: softmax of that is not a number. */
-        const double factor = l == 0 && broken ? (double)NAN : pf_output_factor(m, l, sink, 0);
+        /* A part without weight that is not finite did see keys, all of them with scores of -inf. */
+        const double factor = pf_output_factor(m, l, sink, broken);
         finite = merger->kernels->state_scale(state.o, call->head_dim, factor / value_factors[attempt]);
         merger->kernels->store_row(element(&call->out, b, token, head, 0), call->out.stride_dim, state.o,
                                    call->head_dim, call->out.dtype);

@@ -41,7 +41,8 @@ PF_SHARED_INLINE pf_span pf_side(const pf_mask *mask, int side) {
 /* The keys of one side that row i sees. An empty span has lo == hi. */
 PF_SHARED_INLINE pf_span pf_visible(const pf_mask *mask, int64_t i, int side) {
     const int64_t position = i + mask->offset;
-    pf_span span = pf_side(mask, side);
+    const pf_span all = pf_side(mask, side);
+    pf_span span = all;
     if (mask->causal)
         span.hi = pf_min(span.hi, position + 1);
     if (mask->hi.data)
@@ -52,7 +53,7 @@ PF_SHARED_INLINE pf_span pf_visible(const pf_mask *mask, int64_t i, int side) {
         span.hi = pf_min(span.hi, position + mask->window_right + 1);
     if (side == PF_WINDOW_KEYS && mask->window_left >= 0)
         span.lo = pf_max(span.lo, position - mask->window_left);
-    span.hi = pf_max(span.hi, 0);
+    span.hi = pf_max(span.hi, all.lo);
     span.lo = pf_min(span.lo, span.hi); /* keeps both ends monotonic where the span is empty */
     return span;
 }
