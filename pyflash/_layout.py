@@ -130,7 +130,10 @@ def store(args: AttentionArgs, block: RowBlock, out: Array, lse: Array) -> None:
     token, head = sequence.q_start + block.row[:n], block.head[:n]
     args.out[sequence.q_batch, token, head] = out[:n].astype(args.out.dtype)
     if args.lse is not None:
-        args.lse[sequence.q_batch, head, token] = lse[:n]
+        # Scores as low as a bias can make them are numbers, also in the narrower type.
+        largest = np.finfo(args.lse.dtype).max
+        cut = np.where(np.isinf(lse), lse, np.clip(lse, -largest, largest))
+        args.lse[sequence.q_batch, head, token] = cut[:n]
 
 
 def pages_of(args: AttentionArgs, sequence: Sequence, key: Array) -> Array:

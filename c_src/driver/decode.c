@@ -159,11 +159,10 @@ static const void *fetch_scales(const pf_scratch *s, const pf_item *item, const 
 static void hide_values(const pf_scratch *s, const pf_item *item, const pf_decode_block *block) {
     const pf_context *context = item->context;
     const int64_t num_keys = block->key_hi - block->key_lo;
-    if (!item->alone || !block->terms || !block->terms->added)
+    if (!item->alone || !block->terms || !block->terms->added_rows)
         return;
     context->kernels->state_reset(0, 0, 0, s->zeros, s->o_stride);
-    pf_replace_hidden(context, (const char *)block->terms->added + block->key_lo * context->elem_bytes,
-                      num_keys, s->zeros, s->v_rows);
+    pf_replace_hidden(context, block->terms->added_rows[0], num_keys, s->zeros, s->v_rows);
     for (int64_t j = 0; block->v_scale && j < num_keys; j++)
         if (s->v_rows[j] == s->zeros)
             pf_set_real(context, s->v_scales, j, 1.0);
@@ -178,13 +177,14 @@ static int fetch_terms(const pf_scratch *s, const pf_item *item, pf_span present
         return 1;
     pf_fill_terms(context, &s->terms, item->sequence, item->kv_head, item->first, item->num_rows, lo, terms);
     if (context->hides) {
+        int alike;
         const int added = pf_fill_added(context, &s->terms, item->sequence, item->kv_head, item->first,
-                                        item->num_rows, present, present.lo - lo);
+                                        item->num_rows, present, &alike);
         if (added == PF_ALL_HIDDEN)
             return 0;
-        terms->added = added == PF_SOMETHING_ADDED ? s->terms.added : 0;
+        terms->added_rows = added == PF_SOMETHING_ADDED ? s->terms.added_rows : 0;
     }
-    if (context->changes || terms->added)
+    if (context->changes || terms->added_rows)
         block->terms = terms;
     return 1;
 }

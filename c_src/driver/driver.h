@@ -62,11 +62,12 @@ void pf_count_tiles(pf_context *context);
 /* terms.c: which terms the call has, and with them the scale. */
 void pf_make_terms(pf_context *context);
 
-/* Scratch for the terms of up to num_rows rows; pf_fill_added writes rows of row_stride reals. */
+/* Scratch for the terms of up to num_rows rows. */
 typedef struct pf_terms_scratch {
     int64_t *head, *position;
     void *slopes, *distance;
-    void *added; /* [num_rows][row_stride] */
+    void *added;             /* [num_rows][row_stride] */
+    const void **added_rows; /* where the row of each is */
     int64_t row_stride;
 } pf_terms_scratch;
 
@@ -77,11 +78,11 @@ void pf_carve_terms(const pf_context *context, char **at, int64_t num_rows, int6
 void pf_fill_terms(const pf_context *context, const pf_terms_scratch *scratch, const pf_sequence *s,
                    int64_t kv_head, int64_t first, int64_t num_rows, int64_t first_key, pf_terms *terms);
 
-/* terms.c: what is added to the scores of these rows against `keys`, to scratch->added from column
- * `place` on. Returns whether anything is. */
+/* terms.c: what is added to the scores of these rows against `keys`, to scratch->added_rows; `alike` is
+ * whether it is the same for all. Returns whether anything is. */
 enum { PF_NOTHING_ADDED, PF_SOMETHING_ADDED, PF_ALL_HIDDEN };
 int pf_fill_added(const pf_context *context, const pf_terms_scratch *scratch, const pf_sequence *s,
-                  int64_t kv_head, int64_t first, int64_t num_rows, pf_span keys, int64_t place);
+                  int64_t kv_head, int64_t first, int64_t num_rows, pf_span keys, int *alike);
 
 /* terms.c: whether a row sees a key at all; whether it does not see one that lies within its span;
  * and whether a tile that reads the keys `touched` may read one that the row does not see. */

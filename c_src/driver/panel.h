@@ -170,19 +170,20 @@ static inline int pf_fetch_panel_terms(const pf_panel_scratch *s, const pf_block
     pf_fill_terms(context, &s->terms, block->sequence, block->kv_head, panel->first_row, width, keys.lo,
                   terms);
     if (context->hides) {
+        int alike;
         const int added = pf_fill_added(context, &s->terms, block->sequence, block->kv_head, panel->first_row,
-                                        panel->num_rows, keys, 0);
+                                        panel->num_rows, keys, &alike);
         if (added == PF_ALL_HIDDEN)
             return 0;
-        if (added == PF_SOMETHING_ADDED) {
-            for (int64_t r = 0; r < panel->num_rows; r++)
-                s->q_rows[r] = (char *)s->terms.added + r * s->terms.row_stride * context->elem_bytes;
-            context->kernels->pack_queries(s->added, panel->num_vectors, s->q_rows, panel->num_rows, num_keys,
-                                           context->compute_dtype, 1, 1.0, s->rows, s->row_stride);
+        if (added == PF_SOMETHING_ADDED && alike) {
+            terms->added_to_all = s->terms.added_rows[0];
+        } else if (added == PF_SOMETHING_ADDED) {
+            context->kernels->pack_queries(s->added, panel->num_vectors, s->terms.added_rows, panel->num_rows,
+                                           num_keys, context->compute_dtype, 1, 1.0, s->rows, s->row_stride);
             terms->added = s->added;
         }
     }
-    if (context->changes || terms->added)
+    if (context->changes || terms->added || terms->added_to_all)
         tile->terms = terms;
     return 1;
 }
@@ -223,9 +224,10 @@ static inline int pf_prepare_tile(const pf_panel_scratch *s, const pf_block *blo
     if (!*fetched)
         pf_fetch_panel_keys(s, block, keys);
     *fetched = 1;
-    if (block->alone && tile->terms && terms->added) {
+    if (block->alone && tile->terms && terms->added_to_all) { /* one row is like itself */
         context->kernels->state_reset(0, 0, 0, s->zeros, s->v_stride);
-        pf_replace_hidden(context, s->terms.added, tile->num_keys, s->zeros, s->v_rows + (any.lo - keys.lo));
+        pf_replace_hidden(context, terms->added_to_all, tile->num_keys, s->zeros,
+                          s->v_rows + (any.lo - keys.lo));
     }
     return 1;
 }

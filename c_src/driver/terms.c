@@ -25,6 +25,7 @@ void pf_carve_terms(const pf_context *context, char **at, int64_t num_rows, int6
     scratch->slopes = pf_carve(at, call->alibi_slopes ? num_rows * e : 0);
     scratch->distance = pf_carve(at, call->alibi_slopes ? num_rows * e : 0);
     scratch->added = pf_carve(at, context->hides ? num_rows * row_stride * e : 0);
+    scratch->added_rows = pf_carve(at, context->hides ? num_rows * (int64_t)sizeof(void *) : 0);
     scratch->row_stride = row_stride;
 }
 
@@ -117,20 +118,21 @@ static int same_row(const pf_context *context, const pf_sequence *s, int64_t kv_
 }
 
 int pf_fill_added(const pf_context *context, const pf_terms_scratch *scratch, const pf_sequence *s,
-                  int64_t kv_head, int64_t first, int64_t num_rows, pf_span keys, int64_t place) {
+                  int64_t kv_head, int64_t first, int64_t num_rows, pf_span keys, int *alike) {
     const int64_t n = keys.hi - keys.lo, e = context->elem_bytes;
     int64_t hidden = 0, hidden_in_row = 0;
-    const char *before = 0;
+    *alike = 1;
     for (int64_t r = 0; r < num_rows; r++) {
-        char *out = (char *)scratch->added + (r * scratch->row_stride + place) * e;
-        if (before && same_row(context, s, kv_head, first + r, first + r - 1)) {
-            __builtin_memcpy(out, before, (size_t)(n * e));
+        char *out = (char *)scratch->added + r * scratch->row_stride * e;
+        if (r > 0 && same_row(context, s, kv_head, first + r, first + r - 1)) {
+            scratch->added_rows[r] = scratch->added_rows[r - 1];
         } else {
             fill_row(context, s, kv_head, first + r, keys, out);
             hidden_in_row = context->kernels->count_hidden(out, n);
+            *alike = r == 0;
+            scratch->added_rows[r] = out;
         }
         hidden += hidden_in_row;
-        before = out;
     }
     if (hidden == num_rows * n)
         return PF_ALL_HIDDEN;

@@ -94,12 +94,18 @@ static void V(pack_queries)(void *panel, int32_t num_vectors, const void *const 
     const int64_t width = (int64_t)num_vectors * V(LANES);
     const V(vec) factor = V(set1)((V(elem))factor_);
     V(elem) *scratch = scratch_;
+    /* Rows of the compute type, whole vectors long, are read where they lie. */
+    const int direct = dtype == V(DTYPE) && stride == 1 && head_dim % V(LANES) == 0;
     for (int32_t vector = 0; vector < num_vectors; vector++) {
         V(elem) *lanes = (V(elem) *)panel + vector * V(LANES);
+        const V(elem) * source[V(LANES)];
         for (int32_t w = 0; w < V(LANES); w++) {
             const int32_t r = vector * V(LANES) + w;
             V(elem) *row = scratch + w * scratch_stride;
             const int64_t valid = r < num_rows ? head_dim : 0;
+            source[w] = valid && direct ? rows[r] : row;
+            if (valid && direct)
+                continue;
             if (valid)
                 V(load_row)(row, rows[r], stride, head_dim, dtype);
             for (int64_t d = valid; d < scratch_stride; d++)
@@ -109,7 +115,7 @@ static void V(pack_queries)(void *panel, int32_t num_vectors, const void *const 
             V(vec) square[V(LANES)];
             PF_UNROLL
             for (int w = 0; w < V(LANES); w++)
-                square[w] = V(mul)(V(load)(scratch + w * scratch_stride + d), factor);
+                square[w] = V(mul)(V(load)(source[w] + d), factor);
             V(transpose)(square);
             const int64_t valid = head_dim - d < V(LANES) ? head_dim - d : V(LANES);
             for (int64_t k = 0; k < valid; k++)

@@ -46,6 +46,7 @@ static __attribute__((noinline)) void V(panel_terms)(const pf_prefill_tile *tile
     const int num_vectors = tile->num_vectors;
     const int64_t width = (int64_t)num_vectors * V(LANES);
     const V(elem) *slopes = t->slopes, *distance = t->distance, *added = t->added;
+    const V(elem) *added_to_all = t->added_to_all;
     for (int w = 0; w < num_vectors; w++) {
         const int64_t first = w * V(LANES);
         V(vec) lo = V(zero)(), hi = V(zero)(), highest = V(set1)(V(LOWEST));
@@ -74,6 +75,8 @@ static __attribute__((noinline)) void V(panel_terms)(const pf_prefill_tile *tile
             }
             if (added)
                 s = V(biased)(s, V(load)(added + j * width + first));
+            else if (added_to_all)
+                s = V(biased)(s, V(set1)(added_to_all[j]));
             if (tile->lo)
                 s = V(keep)(s, V(set1)((V(elem))j), lo, hi);
             V(store)(place, s);
@@ -93,7 +96,7 @@ static __attribute__((noinline)) void V(row_terms)(const pf_decode_block *block,
     for (int i = 0; i < V(LANES); i++)
         count[i] = (V(elem))i;
     const V(vec) lanes = V(load)(count);
-    const V(elem) *added = t->added ? (const V(elem) *)t->added + r * block->scores_stride : 0;
+    const V(elem) *added = t->added_rows ? (const V(elem) *)t->added_rows[r] - block->key_lo : 0;
     const int64_t end = pf_round_up(block->key_hi, V(LANES));
     for (int64_t j = block->key_lo / V(LANES) * V(LANES); j < end; j += V(LANES)) {
         V(vec) s = V(scaled_and_capped)(V(load)(scores + j), t, &c);

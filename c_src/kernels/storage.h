@@ -5,6 +5,9 @@
 
 #include "../shared/integers.h"
 
+/* How elements of the compute type are called where they are stored. */
+enum { f32_DTYPE = PF_F32, f64_DTYPE = PF_F64 };
+
 PF_INLINE f32_vec f32_load_as(const void *x, int64_t i, const int32_t dtype) {
     switch (dtype) {
     case PF_F16:

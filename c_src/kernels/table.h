@@ -20,7 +20,10 @@ typedef struct pf_terms {
     int64_t batch, first_key;       /* number of the tile's key 0; only for score_mod */
     const void *slopes;             /* real, one per row, or null */
     const void *distance;           /* real, one per row: its position minus that of key 0 */
-    const void *added;              /* real, shaped as the scores, or null; -inf hides the key */
+    /* Added to scores, reals, -inf hides the key; null: nothing. Of a panel shaped as the scores, or,
+     * where all rows have the same, one row; of a block a row for each, from key_lo on. */
+    const void *added, *added_to_all;
+    const void *const *added_rows;
 } pf_terms;
 
 /* A panel of query rows, one in each lane of num_vectors vectors: width = num_vectors * lanes. */
