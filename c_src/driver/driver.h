@@ -84,8 +84,11 @@ enum { PF_NOTHING_ADDED, PF_SOMETHING_ADDED, PF_ALL_HIDDEN };
 int pf_fill_added(const pf_context *context, const pf_terms_scratch *scratch, const pf_sequence *s,
                   int64_t kv_head, int64_t first, int64_t num_rows, pf_span keys, int *alike);
 
-/* terms.c: whether a row sees a key at all; whether it does not see one that lies within its span;
- * and whether a tile that reads the keys `touched` may read one that the row does not see. */
+/* terms.c: whether a row sees a key at all, or one of some that lie within its span; whether it does
+ * not see one of those; and whether a tile that reads the keys `touched` may read one that the row
+ * does not see. */
+int pf_sees_any_of(const pf_context *context, const pf_sequence *s, int64_t kv_head, int64_t row,
+                   pf_span keys);
 int pf_sees_any(const pf_context *context, const pf_sequence *s, int64_t kv_head, int64_t row);
 int pf_is_hidden(const pf_context *context, const pf_sequence *s, int64_t kv_head, int64_t row, int64_t key);
 int pf_may_touch_hidden(const pf_context *context, const pf_sequence *s, int64_t row,

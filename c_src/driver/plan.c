@@ -129,6 +129,22 @@ static int64_t tiles_of(pf_span keys, int64_t origin, int64_t tile) {
     return keys.lo == keys.hi ? 0 : (keys.hi - 1 - origin) / tile - (keys.lo - origin) / tile + 1;
 }
 
+/* Tiles of a span in which bias, mask and tree show at least one of the rows a key. */
+static int64_t live_tiles(const pf_context *context, const pf_sequence *s, int64_t kv_head, int64_t first,
+                          int64_t end, pf_span any, int64_t origin, int64_t tile, int side) {
+    int64_t live = 0;
+    for (int64_t lo = origin + (any.lo - origin) / tile * tile; lo < any.hi; lo += tile) {
+        int seen = 0;
+        for (int64_t row = first; row < end && !seen; row++) {
+            const pf_span own = pf_row_span(context->call, s, row, side);
+            const pf_span keys = pf_clip(pf_clip(own, any.lo, any.hi), lo, lo + tile);
+            seen = pf_sees_any_of(context, s, kv_head, row, keys);
+        }
+        live += seen;
+    }
+    return live;
+}
+
 /* Tiles that the rows of one item could need, and those that no row of it sees. */
 static void count_item(const pf_context *context, pf_plan *plan, const pf_sequence *s, int64_t first,
                        int64_t end) {
@@ -138,9 +154,13 @@ static void count_item(const pf_context *context, pf_plan *plan, const pf_sequen
         for (int side = 0; side < PF_NUM_SIDES; side++) {
             const pf_span keys = pf_clip(pf_side(&s->mask, side), lo, hi);
             const pf_span any = pf_clip(pf_rows_any(context->call, s, first, end, side), keys.lo, keys.hi);
-            const int64_t total = tiles_of(keys, lo, tile), used = tiles_of(any, lo, tile);
-            plan->tiles_total += total * context->call->num_kv_heads;
-            plan->tiles_skipped += (total - used) * context->call->num_kv_heads;
+            const int64_t total = tiles_of(keys, lo, tile);
+            for (int64_t kv_head = 0; kv_head < context->call->num_kv_heads; kv_head++) {
+                plan->tiles_total += total;
+                plan->tiles_skipped +=
+                    total - (context->hides ? live_tiles(context, s, kv_head, first, end, any, lo, tile, side)
+                                            : tiles_of(any, lo, tile));
+            }
         }
     }
 }

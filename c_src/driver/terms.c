@@ -139,20 +139,25 @@ int pf_fill_added(const pf_context *context, const pf_terms_scratch *scratch, co
     return hidden == 0 && !context->call->bias.data ? PF_NOTHING_ADDED : PF_SOMETHING_ADDED;
 }
 
-int pf_sees_any(const pf_context *context, const pf_sequence *s, int64_t kv_head, int64_t row) {
+int pf_sees_any_of(const pf_context *context, const pf_sequence *s, int64_t kv_head, int64_t row,
+                   pf_span keys) {
     enum { CHUNK = 64 };
     double chunk[CHUNK];
-    for (int side = 0; side < PF_NUM_SIDES; side++) {
-        const pf_span own = pf_row_span(context->call, s, row, side);
-        if (own.lo < own.hi && !context->hides)
+    if (!context->hides)
+        return keys.lo < keys.hi;
+    for (int64_t lo = keys.lo; lo < keys.hi; lo += CHUNK) {
+        const pf_span part = {lo, pf_min(lo + CHUNK, keys.hi)};
+        fill_row(context, s, kv_head, row, part, (char *)chunk);
+        if (context->kernels->count_hidden(chunk, part.hi - lo) < part.hi - lo)
             return 1;
-        for (int64_t lo = own.lo; lo < own.hi; lo += CHUNK) {
-            const pf_span keys = {lo, pf_min(lo + CHUNK, own.hi)};
-            fill_row(context, s, kv_head, row, keys, (char *)chunk);
-            if (context->kernels->count_hidden(chunk, keys.hi - lo) < keys.hi - lo)
-                return 1;
-        }
     }
+    return 0;
+}
+
+int pf_sees_any(const pf_context *context, const pf_sequence *s, int64_t kv_head, int64_t row) {
+    for (int side = 0; side < PF_NUM_SIDES; side++)
+        if (pf_sees_any_of(context, s, kv_head, row, pf_row_span(context->call, s, row, side)))
+            return 1;
     return 0;
 }
 
