@@ -72,8 +72,20 @@ DEFAULTS: dict[str, Any] = {
 }
 
 #: Options that only one backend has; the others refuse whatever is not the default.
-_ONLY_C = ("isa", "num_threads", "workspace")
-_ONLY_CUDA = ("batch_invariant", "q_scale", "check_indices")
+_OWNERS = {
+    **dict.fromkeys(("isa", "num_threads", "workspace"), "c"),
+    **dict.fromkeys(("batch_invariant", "q_scale", "check_indices"), "cuda"),
+}
+
+#: The fields of `AttentionArgs` that change scores or hide keys, as they are where none is asked for.
+_PLAIN: dict[str, Any] = {
+    "window": (UNLIMITED, UNLIMITED),
+    "sink_tokens": 0,
+    "softcap": 0.0,
+    "lse_includes_sinks": False,
+    **dict.fromkeys(("score_mod", "alibi_slopes", "bias", "spans", "mask", "mask_mod", "tree", "sinks")),
+}
+_SCORE_OPTIONS = frozenset(_PLAIN)
 
 
 class Call(NamedTuple):
@@ -143,14 +155,11 @@ def dense(
     batch, longest = keys.canonical[0].shape[:2]
     if batch != queries.shape[0]:
         raise invalid("k", f"batch {batch}", f"batch {queries.shape[0]}, that of q")
-    num_keys = np.full(batch, longest, np.int64)
     if seq_lens is not None:
         seq_lens = _checks.index_array("seq_lens", seq_lens, (batch,), f"(batch,) = ({batch},)")
         _checks.index_range("seq_lens", seq_lens, 0, longest, "valid keys of the cache")
-        num_keys = seq_lens.astype(np.int64)
-    num_queries = np.full(batch, queries.shape[1], np.int64)
-    lengths = (longest, int(num_keys.max(initial=0)))
-    extent = Extent(batch, queries.shape[2], (queries.shape[1],), lengths, None, num_keys, num_queries)
+    lengths = longest if seq_lens is None else seq_lens
+    extent = Extent(batch, queries.shape[2], queries.shape[1], (longest,), None, lengths)
     return _call(q, queries, keys, extent, layout, backend, {"seq_lens": seq_lens}, options)
 
 
@@ -163,9 +172,8 @@ def varlen(
     cu_seqlens_q = _checks.prefix_sums("cu_seqlens_q", cu_seqlens_q, None, q.shape[0])
     batch = cu_seqlens_q.shape[0] - 1
     cu_seqlens_kv = _checks.prefix_sums("cu_seqlens_kv", cu_seqlens_kv, batch, keys.given[0].shape[0])
-    num_queries, num_keys = (np.diff(x).astype(np.int64) for x in (cu_seqlens_q, cu_seqlens_kv))
-    rows, lengths = ((int(x.max(initial=0)),) for x in (num_queries, num_keys))
-    extent = Extent(batch, q.shape[1], rows, lengths, cu_seqlens_q, num_keys, num_queries)
+    longest_q, longest_kv = (int(np.diff(x).max(initial=0)) for x in (cu_seqlens_q, cu_seqlens_kv))
+    extent = Extent(batch, q.shape[1], longest_q, (longest_kv,), cu_seqlens_q, np.diff(cu_seqlens_kv))
     index = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": cu_seqlens_kv}
     return _call(q, q[np.newaxis], keys, extent, "packed", backend, index, options)
 
@@ -217,14 +225,12 @@ def paged(
     index = {"cu_seqlens_q": cu_seqlens_q, "block_table": block_table, "seq_lens": seq_lens}
     if cu_seqlens_q is not None:
         layout, queries = "packed", q[np.newaxis]
-        num_queries = np.diff(cu_seqlens_q).astype(np.int64)
+        longest_q = int(np.diff(cu_seqlens_q).max(initial=0))
     else:
         layout, queries = ("token", q[:, np.newaxis]) if q.ndim == 3 else (layout, canonical(q, layout))
-        num_queries = np.full(batch, queries.shape[1], np.int64)
-    rows, lengths = (int(num_queries.max(initial=0)),), (int(num_keys.max(initial=0)), capacity)
-    if cu_seqlens_q is None:
-        rows = (queries.shape[1],)
-    extent = Extent(batch, queries.shape[2], rows, lengths, cu_seqlens_q, num_keys, num_queries)
+        longest_q = queries.shape[1]
+    lengths = (int(num_keys.max(initial=0)), capacity)
+    extent = Extent(batch, queries.shape[2], longest_q, lengths, cu_seqlens_q, num_keys)
     return _call(q, queries, keys, extent, layout, backend, index, options)
 
 
@@ -259,16 +265,19 @@ def _call(
     options = {**DEFAULTS, **given}
     dtype = _check_types(queries, keys)
     head_dim_v = _check_shapes(queries, keys)
-    _refuse_foreign(options, backend)
-    inputs = _arrays_of(
-        {"q": queries, **dict(zip(keys.names, keys.canonical, strict=True)), **index}, options
-    )
+    _refuse_foreign(given, backend)
+    inputs = {}
+    if options["out"] is not None or options["workspace"] is not None:  # which must not overlap them
+        arrays = {"q": queries, keys.names[0]: keys.canonical[0], keys.names[1]: keys.canonical[1]}
+        inputs = _arrays_of({**arrays, **index}, given)
     out = _provide_out(options["out"], options["out_dtype"], q, (*q.shape[:-1], head_dim_v), inputs)
     lse = lse_view = None
     if _checks.flag("return_lse", options["return_lse"]):
         lse, lse_view = _provide_lse(q, queries, layout, dtype)
     causal, q_offset = _alignment(options["causal"], options["q_offset"], extent.batch)
-    _max_seqlen_q(options["max_seqlen_q"], extent)
+    if options["max_seqlen_q"] is not None:
+        _max_seqlen_q(options["max_seqlen_q"], extent)
+    plain = given.keys().isdisjoint(_SCORE_OPTIONS)
     args = AttentionArgs(
         q=queries,
         k=keys.canonical[0],
@@ -280,7 +289,7 @@ def _call(
         v_scale=_storage_scale("v_scale", options, keys, 1),
         scale=_scale(options["scale"], queries.shape[3]),
         causal=causal,
-        **_score_options(options, extent, backend),
+        **(_PLAIN if plain else _score_options(options, extent, backend)),
         q_offset=q_offset,
         cu_seqlens_q=index.get("cu_seqlens_q"),
         cu_seqlens_kv=index.get("cu_seqlens_kv"),
@@ -322,36 +331,31 @@ def _storage_scale(name: str, options: dict[str, Any], keys: _Keys, which: int) 
     return _args_terms.scale_of(name, options[name], keys.given[which], shape, keys.to_canonical)
 
 
-def _arrays_of(inputs: dict[str, Any], options: dict[str, Any]) -> dict[str, Array]:
+def _arrays_of(inputs: dict[str, Any], given: dict[str, Any]) -> dict[str, Array]:
     """Return every array that a call reads, by the name of its argument."""
-    found = {**inputs, **{name: x for name, x in options.items() if name not in ("out", "workspace")}}
-    spans = options["spans"]
+    found = {**inputs, **given}
+    spans = given.get("spans")
     if isinstance(spans, (tuple, list)):
         found.update((f"spans[{i}]", end) for i, end in enumerate(spans))
-    return {name: x for name, x in found.items() if isinstance(x, np.ndarray)}
+    outputs = ("out", "workspace")
+    return {name: x for name, x in found.items() if isinstance(x, np.ndarray) and name not in outputs}
 
 
-def _refuse_foreign(options: dict[str, Any], backend: str) -> None:
+def _refuse_foreign(given: dict[str, Any], backend: str) -> None:
     """Refuse options of other backends, by name."""
-    for names, owner in ((_ONLY_C, "c"), (_ONLY_CUDA, "cuda")):
-        for name in names:
-            value = options[name]
-            if backend == owner or value is None or value is DEFAULTS[name]:
-                continue
+    for name, value in given.items():
+        if _OWNERS.get(name, backend) != backend and value is not None and value is not DEFAULTS[name]:
             raise unsupported(name, _checks.describe(value), f"the {backend} backend", "leave it out")
 
 
 def _max_seqlen_q(value: Any, extent: Extent) -> None:
     """Check the bound on query lengths, which only lengths on a device need."""
-    if value is None:
-        return
     bound = _checks.integer("max_seqlen_q", value, 0)
-    longer = np.flatnonzero(extent.num_queries > bound)
-    if longer.size:
-        b = int(longer[0])
-        raise invalid(
-            "max_seqlen_q", bound, f"at least {int(extent.num_queries[b])}, the queries of sequence {b}"
-        )
+    if extent.seqlen_q > bound:
+        cu_seqlens_q = extent.cu_seqlens_q
+        counts = np.array([extent.seqlen_q]) if cu_seqlens_q is None else np.diff(cu_seqlens_q)
+        b = int(np.argmax(counts > bound))
+        raise invalid("max_seqlen_q", bound, f"at least {int(counts[b])}, the queries of sequence {b}")
 
 
 def _check_types(queries: Array, keys: _Keys) -> _dtypes.DType:

@@ -30,11 +30,14 @@ class Extent(NamedTuple):
 
     batch: int
     num_heads: int
-    rows: tuple[int, ...]  # lengths that the row axis of a bias may have; the first one is canonical
-    keys: tuple[int, ...]  # the same for the key axis
+    seqlen_q: int  # of the longest sequence
+    keys: tuple[int, ...]  # lengths that the key axis of a bias may have; the first one is canonical
     cu_seqlens_q: Array | None
-    num_keys: Array  # (batch,) int64: valid keys of each sequence
-    num_queries: Array  # (batch,) int64
+    lengths: Array | int  # valid keys of each sequence, (batch,), or of all
+
+    def num_keys(self) -> Array:
+        """Return the valid keys of each sequence, (batch,)."""
+        return np.broadcast_to(self.lengths, (self.batch,))
 
 
 def broadcast_term(name: str, value: Any, extent: Extent) -> Array | None:
@@ -49,7 +52,8 @@ def broadcast_term(name: str, value: Any, extent: Extent) -> Array | None:
             )
     else:
         array, _ = _checks.float_array(name, value, _TERM_AXES)
-    allowed = ((extent.batch,), (extent.num_heads,), extent.rows, extent.keys)
+    longest = int(np.max(extent.lengths, initial=0))
+    allowed = ((extent.batch,), (extent.num_heads,), (extent.seqlen_q,), (*extent.keys, longest))
     shape = (1,) * (4 - array.ndim) + array.shape
     if any(have != 1 and have not in want for have, want in zip(shape, allowed, strict=True)):
         want = ", ".join(" or ".join(dict.fromkeys(map(str, lengths))) for lengths in allowed)
@@ -108,7 +112,7 @@ def spans(value: Any, extent: Extent) -> tuple[Array, Array] | None:
         raise invalid("spans", _checks.describe(value), "a pair (lo, hi): row i sees lo[i] <= j < hi[i]")
     cu_seqlens_q = extent.cu_seqlens_q
     if cu_seqlens_q is None:
-        full: tuple[int, ...] = (extent.batch, extent.rows[0])
+        full: tuple[int, ...] = (extent.batch, extent.seqlen_q)
         meaning = f"a shape that broadcasts to (batch, seqlen_q) = {full}"
         axes = {1: "(seqlen_q,)", 2: "(batch, seqlen_q)"}
     else:
@@ -168,14 +172,11 @@ def tree(value: Any, extent: Extent) -> Array | None:
     if array.ndim == 2 and array.dtype not in _checks.INDEX_DTYPES:
         raise invalid("tree", f"dtype {array.dtype}", "int32 or int64 where it has two axes")
     num_draft = array.shape[1]
-    short = np.flatnonzero(extent.num_keys < num_draft)
+    num_keys = extent.num_keys()
+    short = np.flatnonzero(num_keys < num_draft)
     if short.size:
-        b = int(short[0])
-        raise invalid(
-            "tree",
-            f"{num_draft} draft tokens",
-            f"at most {int(extent.num_keys[b])}, the keys of sequence {b}",
-        )
+        b, most = int(short[0]), int(num_keys[short[0]])
+        raise invalid("tree", f"{num_draft} draft tokens", f"at most {most}, the keys of sequence {b}")
     return np.ascontiguousarray(array) if array.ndim == 3 else _ancestors(array)
 
 

@@ -119,91 +119,110 @@ def _pointer(array: Array) -> Any:
     return ffi.cast("void *", array.__array_interface__["data"][0])
 
 
+def _data(array: Array) -> Any:
+    """Return where an array lies, never null: a null pointer means that there is no array."""
+    if not array.size:
+        return ffi.cast("void *", 64)
+    try:
+        return ffi.from_buffer(array)  # a tenth of the time of _pointer, but not for any strides and types
+    except (ValueError, BufferError):
+        return _pointer(array)
+
+
 def _code(array: Array) -> int:
     dtype = _dtypes.lookup(array.dtype)
     assert dtype is not None
     return dtype.code
 
 
-def _set_tensor(
-    tensor: Any, array: Array, axes: tuple[int | None, ...] = (0, 1, 2, 3), code: int | None = None
-) -> None:
-    """Fill a pf_tensor; `axes` are the array's axes in the order batch, token, head, dim."""
-    # An empty array may have no memory, and a null pointer means that there is no array.
-    tensor.data = _pointer(array) if array.size else ffi.cast("void *", 64)
-    strides = [0 if axis is None else array.strides[axis] // array.itemsize for axis in axes]
-    tensor.stride_batch, tensor.stride_token, tensor.stride_head, tensor.stride_dim = strides
-    tensor.dtype = _code(array) if code is None else code
+def _tensor(
+    array: Array, axes: tuple[int | None, ...] = (0, 1, 2, 3), code: int | None = None
+) -> tuple[Any, ...]:
+    """Return the fields of a pf_tensor; `axes` are the array's in the order batch, token, head, dim."""
+    size, strides = array.itemsize, array.strides
+    found = [0 if axis is None else strides[axis] // size for axis in axes]
+    return (_data(array), *found, _code(array) if code is None else code)
 
 
-def _set_index(index: Any, array: Array | None) -> None:
-    if array is None:
-        return
-    # An empty array may have no memory, and a null pointer means that there is no array.
-    index.data = _pointer(array) if array.size else ffi.cast("void *", 1)
-    for axis, stride in enumerate(array.strides):
-        index.stride[axis] = stride // array.itemsize
-    index.item_bytes = array.itemsize
+def _index(array: Array) -> tuple[Any, ...]:
+    """Return the fields of a pf_index."""
+    size = array.itemsize
+    return _data(array), [stride // size for stride in array.strides], size
 
 
-def _set_terms(call: Any, args: AttentionArgs) -> None:
-    """Fill in what changes scores, hides keys or scales stored elements."""
-    if args.k_scale is not None:
-        _set_tensor(call.k_scale, args.k_scale, (0, 1, 2, None))
-    if args.v_scale is not None:
-        _set_tensor(call.v_scale, args.v_scale, (0, 1, 2, None))
+def _terms(args: AttentionArgs) -> dict[str, Any]:
+    """Return the fields of a call that change scores, hide keys or scale stored elements."""
+    fields: dict[str, Any] = {}
+    for name in ("k_scale", "v_scale"):
+        if (scale := getattr(args, name)) is not None:
+            fields[name] = _tensor(scale, (0, 1, 2, None))
     if args.spans is not None:
-        _set_index(call.span_lo, args.spans[0])
-        _set_index(call.span_hi, args.spans[1])
+        fields["span_lo"], fields["span_hi"] = (_index(end) for end in args.spans)
     if args.bias is not None:
-        _set_tensor(call.bias, args.bias, (0, 2, 1, 3))
+        fields["bias"] = _tensor(args.bias, (0, 2, 1, 3))
     if args.mask is not None:
-        _set_tensor(call.mask, args.mask, (0, 2, 1, 3), code=0)
+        fields["mask"] = _tensor(args.mask, (0, 2, 1, 3), code=0)
     if args.tree is not None and args.tree.size:
-        call.tree = ffi.cast("uint8_t *", _pointer(args.tree))
-        call.num_draft = args.tree.shape[1]
-    if args.alibi_slopes is not None and args.alibi_slopes.size:
-        call.alibi_slopes = ffi.cast("double *", _pointer(args.alibi_slopes))
-    if args.sinks is not None and args.sinks.size:
-        call.sinks = ffi.cast("double *", _pointer(args.sinks))
-    if isinstance(args.score_mod, CFunction):
-        call.score_mod = ffi.cast(ffi.typeof(call.score_mod), args.score_mod.address)
-    if isinstance(args.mask_mod, CFunction):
-        call.mask_mod = ffi.cast(ffi.typeof(call.mask_mod), args.mask_mod.address)
-    call.sink_tokens = args.sink_tokens
-    call.softcap = args.softcap
-    call.lse_includes_sinks = args.lse_includes_sinks
+        fields["tree"] = ffi.cast("uint8_t *", _pointer(args.tree))
+        fields["num_draft"] = args.tree.shape[1]
+    for name in ("alibi_slopes", "sinks"):
+        array = getattr(args, name)
+        if array is not None and array.size:
+            fields[name] = ffi.cast("double *", _pointer(array))
+    for name in ("score_mod", "mask_mod"):
+        if isinstance(function := getattr(args, name), CFunction):
+            fields[name] = ffi.cast(_function_type(name), function.address)
+    return fields
+
+
+@functools.cache
+def _function_type(name: str) -> Any:
+    return ffi.typeof(getattr(ffi.new("pf_attention_call *"), name))
 
 
 def _attention_call(args: AttentionArgs, isa: str) -> Any:
-    call = ffi.new("pf_attention_call *")
     kv_code = _dtypes.BY_NAME[args.kv_dtype].code
-    _set_tensor(call.q, args.q)
-    _set_tensor(call.k, args.k, code=kv_code)
-    _set_tensor(call.v, args.v, code=kv_code)
-    _set_tensor(call.out, args.out)
-    _set_terms(call, args)
-    if args.lse is not None:
-        _set_tensor(call.lse, args.lse, (0, 2, 1, None))
+    fields = _terms(args)
     for name in ("cu_seqlens_q", "cu_seqlens_kv", "seq_lens", "block_table", "q_offset"):
-        _set_index(getattr(call, name), getattr(args, name))
-    call.batch = args.batch
-    call.seqlen_q, call.num_heads, call.head_dim = args.q.shape[1:]
-    call.seqlen_kv, call.num_kv_heads = args.k.shape[1:3]
-    call.page_size = args.k.shape[1]
-    call.head_dim_v = args.out.shape[3]
-    call.window_left, call.window_right = args.window
-    call.scale = args.scale
-    call.causal = args.causal
-    call.num_splits = args.num_splits or 0
-    call.tile = args.tile or 0
-    call.family = _FAMILIES[args.family]
-    call.isa = compiled_isas()[isa]
-    call.num_threads = _threads(args.num_threads)
+        if (array := getattr(args, name)) is not None:
+            fields[name] = _index(array)
+    if args.lse is not None:
+        fields["lse"] = _tensor(args.lse, (0, 2, 1, None))
     if args.workspace is not None:
-        call.workspace = _pointer(args.workspace)
-        call.workspace_bytes = args.workspace.nbytes
-    return call
+        fields["workspace"] = _pointer(args.workspace)
+        fields["workspace_bytes"] = args.workspace.nbytes
+    seqlen_q, num_heads, head_dim = args.q.shape[1:]
+    seqlen_kv, num_kv_heads = args.k.shape[1:3]
+    return ffi.new(
+        "pf_attention_call *",
+        dict(
+            fields,
+            q=_tensor(args.q),
+            k=_tensor(args.k, code=kv_code),
+            v=_tensor(args.v, code=kv_code),
+            out=_tensor(args.out),
+            batch=args.batch,
+            seqlen_q=seqlen_q,
+            num_heads=num_heads,
+            head_dim=head_dim,
+            seqlen_kv=seqlen_kv,
+            num_kv_heads=num_kv_heads,
+            page_size=seqlen_kv,
+            head_dim_v=args.out.shape[3],
+            window_left=args.window[0],
+            window_right=args.window[1],
+            sink_tokens=args.sink_tokens,
+            scale=args.scale,
+            softcap=args.softcap,
+            causal=args.causal,
+            lse_includes_sinks=args.lse_includes_sinks,
+            num_splits=args.num_splits or 0,
+            tile=args.tile or 0,
+            family=_FAMILIES[args.family],
+            isa=compiled_isas()[isa],
+            num_threads=_threads(args.num_threads),
+        ),
+    )
 
 
 class CBackend:
@@ -232,12 +251,12 @@ class CBackend:
         call = ffi.new("pf_merge_call *")
         call.isa = compiled_isas()[choose_isa(None)[0]]
         call.num_parts, call.batch, call.seqlen, call.num_heads, call.head_dim = args.parts.shape
-        _set_tensor(call.parts, args.parts, (1, 2, 3, 4))
-        _set_tensor(call.part_lse, args.part_lse, (1, 3, 2, None))
+        call.parts = _tensor(args.parts, (1, 2, 3, 4))
+        call.part_lse = _tensor(args.part_lse, (1, 3, 2, None))
         call.parts_stride_part = args.parts.strides[0] // args.parts.itemsize
         call.part_lse_stride_part = args.part_lse.strides[0] // args.part_lse.itemsize
-        _set_tensor(call.out, args.out)
-        _set_tensor(call.lse, args.lse, (0, 2, 1, None))
+        call.out = _tensor(args.out)
+        call.lse = _tensor(args.lse, (0, 2, 1, None))
         call.lse_includes_sinks = args.lse_includes_sinks
         if args.sinks is not None and args.sinks.size:
             call.sinks = ffi.cast("double *", _pointer(args.sinks))
@@ -272,14 +291,14 @@ class CBackend:
         """Write the tokens into the caches."""
         call = ffi.new("pf_append_call *")
         call.isa = compiled_isas()[choose_isa(None)[0]]
-        _set_tensor(call.k, args.k, (None, 0, 1, 2))
-        _set_tensor(call.v, args.v, (None, 0, 1, 2))
+        call.k = _tensor(args.k, (None, 0, 1, 2))
+        call.v = _tensor(args.v, (None, 0, 1, 2))
         code = _dtypes.BY_NAME[args.kv_dtype].code
-        _set_tensor(call.k_cache, args.k_cache, code=code)
-        _set_tensor(call.v_cache, args.v_cache, code=code)
-        for scale, array in ((call.k_scale, args.k_scale), (call.v_scale, args.v_scale)):
-            if array is not None:
-                _set_tensor(scale, array, (0, 1, 2, None))
+        call.k_cache = _tensor(args.k_cache, code=code)
+        call.v_cache = _tensor(args.v_cache, code=code)
+        for name in ("k_scale", "v_scale"):
+            if (scale := getattr(args, name)) is not None:
+                setattr(call, name, _tensor(scale, (0, 1, 2, None)))
         call.writes_scales = args.writes_scales
         call.num_tokens, call.num_kv_heads, call.head_dim = args.k.shape
         call.head_dim_v = args.v.shape[2]
@@ -345,9 +364,9 @@ def primitive(isa: str, name: str, *arrays: Array, factor: float = 1.0, dtype: s
         One of `supported_isas`.
     name : {"exp2", "tanh", "load", "store", "transpose", "reduce", "lanes"}
         exp2: ``2**(x * factor)`` for x <= 0. tanh. load: a 1-D array of a stored type (any stride) to
-        its compute type; of uint8 codes that of `dtype`. store: a 1-D array of a compute type to `dtype`. transpose: a square of
-        lanes x lanes. reduce: (4, lanes) to its 4 sums and the maximum of row 0. lanes: lanes of
-        float32 and float64.
+        its compute type; of uint8 codes that of `dtype`. store: a 1-D array of a compute type to
+        `dtype`. transpose: a square of lanes x lanes. reduce: (4, lanes) to its 4 sums and the maximum
+        of row 0. lanes: lanes of float32 and float64.
     *arrays : ndarray
         The one operand; its compute type (float32 or float64) chooses the kernel.
     """

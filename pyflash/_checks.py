@@ -43,8 +43,9 @@ def plain_array(name: str, value: object, axes: dict[int, str]) -> Array:
     if not value.dtype.isnative:
         raise invalid(name, f"dtype {value.dtype} in foreign byte order", "native byte order")
     itemsize = value.itemsize
-    if itemsize and any(stride % itemsize for stride in value.strides):
-        raise invalid(name, f"strides {value.strides}", f"multiples of the item size {itemsize}")
+    for stride in value.strides if itemsize > 1 else ():
+        if stride % itemsize:
+            raise invalid(name, f"strides {value.strides}", f"multiples of the item size {itemsize}")
     return value
 
 

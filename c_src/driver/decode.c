@@ -3,6 +3,8 @@
  * a few long streams; who takes what does not matter to the result, which follows the tree. */
 #include "driver.h"
 
+#include <math.h>
+
 /* An item that a thread shares with its neighbours: the nodes it could not merge further. */
 typedef struct pf_partial {
     int64_t item;    /* -1: none */
@@ -150,8 +152,11 @@ static const void *fetch_scales(const pf_scratch *s, const pf_item *item, const 
     if (!t->data)
         return 0;
     pf_key_rows(context->call, t, item->sequence, item->kv_head, keys.lo, keys.hi, s->scale_rows);
-    for (int64_t j = 0; j < keys.hi - keys.lo; j++)
-        pf_set_real(context, scales, j, *(const float *)s->scale_rows[j]);
+    for (int64_t j = 0; j < keys.hi - keys.lo; j++) {
+        const float scale = *(const float *)s->scale_rows[j];
+        /* Infinity times a product may be -inf, as if the key had no weight; it has no value. */
+        pf_set_real(context, scales, j, isfinite(scale) ? scale : NAN);
+    }
     return scales;
 }
 
