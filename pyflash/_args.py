@@ -265,7 +265,6 @@ def _call(
     options = {**DEFAULTS, **given}
     dtype = _check_types(queries, keys)
     head_dim_v = _check_shapes(queries, keys)
-    _refuse_foreign(given, backend)
     inputs = {}
     if options["out"] is not None or options["workspace"] is not None:  # which must not overlap them
         arrays = {"q": queries, keys.names[0]: keys.canonical[0], keys.names[1]: keys.canonical[1]}
@@ -302,6 +301,7 @@ def _call(
         num_threads=_positive("num_threads", options["num_threads"]),
         workspace=_workspace(options["workspace"], {**inputs, "out": out}),
     )
+    _refuse_foreign(given, backend)  # last, so that a bad value is called the same everywhere
     return Call(args, out, lse_view)
 
 

@@ -17,7 +17,12 @@ from ._checks import MAX_POSITION
 from ._description import Array, CFunction, UserFunction
 from ._errors import invalid, unsupported
 
-_TERM_AXES = {n: f"{n} axes that broadcast" for n in range(1, 5)}
+_TERM_AXES = {
+    1: "(seqlen_kv,)",
+    2: "(seqlen_q, seqlen_kv)",
+    3: "(num_heads, seqlen_q, seqlen_kv)",
+    4: "(batch, num_heads, seqlen_q, seqlen_kv)",
+}
 #: What all function pointers of ctypes derive from.
 _CTYPES_FUNCTION: Any = ctypes.CFUNCTYPE(None).__base__
 
@@ -270,7 +275,8 @@ def scale_of(
     if not isinstance(value, np.ndarray):
         number = np.asarray(narrowed(name, _checks.number(name, value)), np.float32)
         return np.broadcast_to(number, keys_shape)
-    array, dtype = _checks.float_array(name, value, {n: f"{n} axes" for n in {1, len(per_token)}})
+    axes = {1: "(num_kv_heads,)", len(per_token): str(per_token)}
+    array, dtype = _checks.float_array(name, value, axes)
     if array.shape == per_token:
         if dtype.name != "float32":
             raise invalid(name, f"dtype {array.dtype}", "float32 where there is a scale per token and head")

@@ -16,7 +16,19 @@ import pyflash
 from pyflash._dtypes import numpy_dtype
 
 DTYPES = {"f64": "float64", "f32": "float32", "f16": "float16", "bf16": "bfloat16"}
-NOT_YET = ("mask", "bias", "alibi", "softcap", "sink", "k_scale", "v_scale", "kv_dtype")
+#: Words of the collection -> keywords of pyflash.
+OPTIONS = {
+    "causal": "causal",
+    "window": "window",
+    "scale": "scale",
+    "mask": "mask",
+    "bias": "bias",
+    "alibi": "alibi_slopes",
+    "softcap": "softcap",
+    "sink": "sinks",
+    "k_scale": "k_scale",
+    "v_scale": "v_scale",
+}
 
 
 def unsupported(what: str) -> Exception:
@@ -40,17 +52,18 @@ def typed(array: np.ndarray, dtype: str) -> np.ndarray:
 
 def run(case: dict[str, Any]) -> dict[str, np.ndarray]:
     """Answer one case: a dict with ``out`` and ``lse``."""
-    for name in NOT_YET:
-        if case.get(name) is not None:
-            raise unsupported(name)
     if case.get("op", "fwd") not in ("fwd", "merge"):
         raise unsupported(case["op"])
     if case.get("op") == "merge":
         out, lse = pyflash.merge_states(np.stack(case["outs"]), np.stack(case["lses"]))
         return {"out": out, "lse": lse}
     dtype = case.get("dtype", "f32")
-    options = {name: case[name] for name in ("causal", "window", "scale") if case.get(name) is not None}
+    options = {ours: case[name] for name, ours in OPTIONS.items() if case.get(name) is not None}
     options["return_lse"] = True
+    if "sinks" in options:
+        options["lse_includes_sinks"] = True
+    if case.get("kv_dtype") == "e4m3":
+        options["kv_dtype"] = "e4m3fn"
     q = typed(case["q"], dtype)
     if "page_table" in case:
         pools = [typed(case[name], dtype) for name in ("k_pages", "v_pages")]

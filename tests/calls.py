@@ -12,12 +12,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from oracle import Call
+from oracle_terms import Call, UserFunction, value_width
 
 import pyflash
-from pyflash._dtypes import DTYPES, numpy_dtype
+from pyflash._dtypes import DTYPES, FLOATS, numpy_dtype
 
-DTYPE_NAMES = tuple(row.name for row in DTYPES)
+#: Types of queries and outputs, and of all that may be stored.
+DTYPE_NAMES = tuple(row.name for row in FLOATS)
+STORED_NAMES = tuple(row.name for row in DTYPES)
+LARGEST = {row.name: row.largest for row in DTYPES}
+BYTES = {"float8_e4m3fn": "e4m3fn", "float8_e5m2": "e5m2", "int4": "int4"}
 
 #: Every type that k and v may have beside each type of q.
 TYPE_PAIRS = tuple(
@@ -72,8 +76,67 @@ def prefix_sums(lengths: Any, dtype: str = "int32") -> np.ndarray:
     return np.concatenate([[0], np.cumsum(lengths)]).astype(dtype)
 
 
+def stored_as(numbers: np.ndarray, dtype: str) -> np.ndarray:
+    """Numbers rounded to a stored type, saturated; int4 packed, even index in the low half."""
+    if not dtype.startswith(("int", "float8")):
+        return numbers.astype(numpy_dtype(dtype))
+    # Two's complement reaches one further down than up.
+    numbers = np.clip(numbers, -LARGEST[dtype] - dtype.startswith("int"), LARGEST[dtype])
+    if dtype != "int4":
+        return np.rint(numbers).astype(dtype) if dtype == "int8" else numbers.astype(numpy_dtype(dtype))
+    nibbles = np.rint(numbers).astype(np.int64) & 15
+    return (nibbles[..., ::2] | nibbles[..., 1::2] << 4).astype(np.uint8)
+
+
+#: Forms of a scale: one number, one per head, one per token and head, none.
+SCALE_FORMS = ("number", "heads", "tokens", None)
+
+
+def quantised(call: Call, dtype: str, scales: str | None = "heads", *, as_bytes: bool = False) -> Call:
+    """The same call on keys and values that are stored in `dtype` with scales, or as bytes of it."""
+    arrays, options = dict(call.arrays), dict(call.options)
+    heads_axis = -3 if options.get("layout") == "bhsd" else -2
+    for name in "kv":
+        numbers = np.asarray(arrays[name], np.float64)
+        size = np.abs(numbers)
+        form = scales
+        if form == "tokens":
+            scale = size.max(axis=-1, initial=0).astype(np.float32)
+        elif form == "heads":
+            others = tuple(i for i in range(size.ndim) if i != size.ndim + heads_axis)
+            scale = size.max(axis=others, initial=0).astype(np.float32)
+        else:
+            scale = np.float32(size.max(initial=0))
+        # Floats need no scale to fit: one that is no power of two shows that it is applied.
+        step = LARGEST[dtype] if dtype.startswith(("int", "float8")) else 1.5
+        scale = np.where(scale == 0, 1, scale / np.float32(step)).astype(np.float32)
+        if form is None:
+            arrays[name] = stored_as(numbers * (2 if dtype == "int4" else 1), dtype)
+        else:
+            spread = scale[..., None] if form == "tokens" else scale
+            spread = spread.reshape(-1, *[1] * (-heads_axis - 1)) if form == "heads" else spread
+            arrays[name] = stored_as(numbers / spread, dtype)
+            options[f"{name}_scale"] = float(scale) if form == "number" else scale
+        if dtype == "int4" or (as_bytes and dtype in BYTES):
+            arrays[name] = arrays[name].view(np.uint8)
+            options["kv_dtype"] = BYTES[dtype]
+    return Call(call.function, arrays, options)
+
+
+def between_items(x: np.ndarray) -> np.ndarray:
+    """An equal array that starts one byte behind an item's own alignment."""
+    view = np.ndarray(x.shape, x.dtype, np.zeros(x.nbytes + 1, np.uint8), 1)
+    view[...] = x
+    return view
+
+
+def filled(shape: tuple[int, ...], dtype: np.dtype, fill: Any) -> np.ndarray:
+    """An array of one number, which integers cannot hold: their bytes are 0x7f, a NaN of float8."""
+    return np.full(shape, 0x7F if dtype.kind in "iu" and fill != fill else fill, dtype)
+
+
 def pages_of(
-    keys: list[tuple[np.ndarray, np.ndarray]],
+    keys: list[tuple[np.ndarray, ...]],
     page_size: int,
     *,
     seed: int = 0,
@@ -84,11 +147,14 @@ def pages_of(
     index_dtype: str = "int32",
     cache_layout: str = "nhd",
 ) -> dict[str, np.ndarray]:
-    """Scatter keys and values of each sequence over shuffled pages of a pool that holds `fill` elsewhere."""
-    pages_used = [-(-len(k) // page_size) for k, _ in keys]
+    """Scatter keys and values of each sequence over shuffled pages of a pool that holds `fill` elsewhere.
+
+    Scales per token may come behind the keys and values: they get pools of their own.
+    """
+    pages_used = [-(-len(sequence[0]) // page_size) for sequence in keys]
     num_pages = sum(pages_used) + spare_pages
     order = iter(np.random.default_rng(seed).permutation(num_pages))
-    pools = [np.full((num_pages, page_size, *x.shape[1:]), fill, x.dtype) for x in keys[0]]
+    pools = [filled((num_pages, page_size, *x.shape[1:]), x.dtype, fill) for x in keys[0]]
     table = np.full((len(keys), max(pages_used) + spare_columns), stale, index_dtype)
     for b, sequence in enumerate(keys):
         for column in range(pages_used[b]):
@@ -98,36 +164,54 @@ def pages_of(
                 pool[page, : len(part)] = part
     if cache_layout == "hnd":
         pools = [np.ascontiguousarray(pool.swapaxes(1, 2)) for pool in pools]
-    lens = np.array([len(k) for k, _ in keys], index_dtype)
-    return {"k_cache": pools[0], "v_cache": pools[1], "block_table": table, "seq_lens": lens}
+    lens = np.array([len(sequence[0]) for sequence in keys], index_dtype)
+    pools = dict(zip(("k_cache", "v_cache", "k_scale", "v_scale"), pools, strict=False))
+    return {**pools, "block_table": table, "seq_lens": lens}
 
 
 def paged(call: Call, page_size: int, **how: Any) -> Call:
     """The `paged_attention` call that means the same as a dense one; `how` as for `pages_of`."""
     options = dict(call.options)
     lens = options.pop("seq_lens", None)
-    k, v = call.arrays["k"], call.arrays["v"]
-    keys = [(k[b], v[b]) if lens is None else (k[b, : lens[b]], v[b, : lens[b]]) for b in range(len(k))]
-    if how.get("cache_layout", "nhd") != "nhd":
-        options["cache_layout"] = how["cache_layout"]
-    return Call("paged_attention", {"q": call.arrays["q"], **pages_of(keys, page_size, **how)}, options)
+    length = call.arrays["k"].shape[1]
+    lens = np.full(len(call.arrays["k"]), length) if lens is None else lens
+    for name in ("bias", "mask"):
+        # The last axis of a paged call's is as long as the longest sequence, not as a cache.
+        if options.get(name) is not None and options[name].shape[-1] == length:
+            options[name] = options[name][..., : int(lens.max(initial=0))]
+    stored = _stored_tokens(call, options)
+    keys = [tuple(x[b, : lens[b]] for x in stored) for b in range(len(lens))]
+    return _paged(call.arrays["q"], keys, page_size, options, how)
 
 
 def paged_varlen(call: Call, page_size: int, **how: Any) -> Call:
     """The `paged_attention` call with packed queries that means the same as a varlen one."""
-    borders = call.arrays["cu_seqlens_kv"]
-    k, v = call.arrays["k"], call.arrays["v"]
-    keys = [(k[lo:hi], v[lo:hi]) for lo, hi in itertools.pairwise(borders)]
     options = {**call.options, "cu_seqlens_q": call.arrays["cu_seqlens_q"]}
+    stored = _stored_tokens(call, options)
+    borders = itertools.pairwise(call.arrays["cu_seqlens_kv"])
+    keys = [tuple(x[lo:hi] for x in stored) for lo, hi in borders]
+    return _paged(call.arrays["q"], keys, page_size, options, how)
+
+
+def _stored_tokens(call: Call, options: dict[str, Any]) -> list[np.ndarray]:
+    """Keys, values, and their scales if there is one for each token; those leave `options`."""
+    k = call.arrays["k"]
+    if any(np.ndim(options.get(f"{name}_scale")) == k.ndim - 1 for name in "kv"):
+        return [k, call.arrays["v"], options.pop("k_scale"), options.pop("v_scale")]
+    return [k, call.arrays["v"]]
+
+
+def _paged(q: np.ndarray, keys: Any, page_size: int, options: dict[str, Any], how: dict[str, Any]) -> Call:
     if how.get("cache_layout", "nhd") != "nhd":
         options["cache_layout"] = how["cache_layout"]
-    return Call("paged_attention", {"q": call.arrays["q"], **pages_of(keys, page_size, **how)}, options)
+    arrays = pages_of(keys, page_size, **how)
+    options |= {name: arrays.pop(name) for name in ("k_scale", "v_scale") if name in arrays}
+    return Call("paged_attention", {"q": q, **arrays}, options)
 
 
 def result_shape(call: Call) -> tuple[int, ...]:
     """The shape that the output of a call must have."""
-    v = call.arrays.get("v", call.arrays.get("v_cache"))
-    return (*call.arrays["q"].shape[:-1], v.shape[-1])
+    return (*call.arrays["q"].shape[:-1], value_width(call))
 
 
 def poisoned(call: Call) -> np.ndarray:
@@ -137,14 +221,32 @@ def poisoned(call: Call) -> np.ndarray:
     return np.full(result_shape(call), np.nan, dtype)
 
 
+def given(options: dict[str, Any], backend: Any) -> dict[str, Any]:
+    """The options as a backend takes them: its own kind of user functions."""
+    return {
+        name: value.of_backend(backend.name) if isinstance(value, UserFunction) else value
+        for name, value in options.items()
+    }
+
+
+def _arrays_in(options: dict[str, Any]) -> dict[str, np.ndarray]:
+    """Every array among the options that a call only reads."""
+    found = {}
+    for name, value in options.items():
+        for i, part in enumerate(value if isinstance(value, tuple) else (value,)):
+            if isinstance(part, np.ndarray) and name != "out":
+                found[f"{name}[{i}]" if isinstance(value, tuple) else name] = part
+    return found
+
+
 def run(call: Call, backend: Any, **more: Any) -> tuple[np.ndarray, np.ndarray]:
     """Make a call on a backend into a poisoned output; return (out, lse); see that no input has changed."""
     options = {**call.options, **more}
     options.setdefault("out", poisoned(Call(call.function, call.arrays, options)))
-    inputs = {**call.arrays, **{n: x for n, x in options.items() if n != "out" and isinstance(x, np.ndarray)}}
+    inputs = {**call.arrays, **_arrays_in(options)}
     before = {name: array.tobytes() for name, array in inputs.items()}
     out, lse = getattr(pyflash, call.function)(
-        *call.arrays.values(), **options, return_lse=True, **backend.kwargs
+        *call.arrays.values(), **given(options, backend), return_lse=True, **backend.kwargs
     )
     assert out is options["out"]
     changed = [name for name, array in inputs.items() if array.tobytes() != before[name]]
@@ -157,7 +259,8 @@ def explain(call: Call, backend: Any, **more: Any) -> pyflash.Explanation:
     arrays = dict(call.arrays)
     keys = ("q", "k_cache", "v_cache") if call.function == "paged_attention" else ("q", "k", "v")
     positional = [arrays.pop(name) for name in keys]
-    return pyflash.explain(*positional, **arrays, **call.options, **backend.kwargs, **more)
+    options = given({**call.options, **more}, backend)
+    return pyflash.explain(*positional, **arrays, **options, **backend.kwargs)
 
 
 def bits(array: np.ndarray) -> np.ndarray:

@@ -3,52 +3,23 @@
 It reads a call as the documentation describes it, cuts it into sequences, states every mask as a
 predicate of (query position, key), and computes each head by the textbook formula: once exactly (float64,
 longdouble for float64 inputs) and once naively in the query's own type. `assert_matches` holds a result to
-the error rule ``E <= 2 * E_naive + floor * max|v|``.
+the error rule ``E <= 2 * E_naive + floor * max|v|`` (3 times with softcap). The predicates and terms of
+each option stand in `oracle_terms`.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
+from oracle_terms import Call, Sequence, dequantised, modified_scores, seen_by, value_width
 
 #: Added to the error that naive attention makes, in units of the largest value: that of the output's
 #: type, or of the type that was computed in where that is narrower.
 FLOOR = {"float64": 5e-15, "float32": 1e-6, "float16": 2.0**-11, "bfloat16": 2.0**-8}
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Call:
-    """One call of a public function: its name, its arrays in positional order, its keywords."""
-
-    function: str
-    arrays: dict[str, np.ndarray]
-    options: dict[str, Any] = dataclasses.field(default_factory=dict)
-
-    def but(self, **options: Any) -> Call:
-        """The same call with some keywords changed."""
-        return Call(self.function, self.arrays, {**self.options, **options})
-
-    def of(self, **arrays: np.ndarray) -> Call:
-        """The same call with some arrays changed."""
-        return Call(self.function, {**self.arrays, **arrays}, self.options)
-
-    def named(self, function: str) -> Call:
-        """The same arguments given to another function."""
-        return Call(function, self.arrays, self.options)
-
-
-class Sequence(NamedTuple):
-    """One sequence of a call, gathered from wherever its rows and keys lie."""
-
-    q: np.ndarray  # (seqlen_q, num_heads, head_dim)
-    k: np.ndarray  # (seqlen_kv, num_kv_heads, head_dim), the valid keys only
-    v: np.ndarray  # (seqlen_kv, num_kv_heads, head_dim_v)
-    offset: int  # position of the first query row
 
 
 class Expected(NamedTuple):
@@ -58,36 +29,15 @@ class Expected(NamedTuple):
     exact: list[tuple[np.ndarray, np.ndarray]]
     naive: list[tuple[np.ndarray, np.ndarray]]
     largest_value: float
-
-
-def visible(position: Any, key: Any, *, causal: bool, left: int | None, right: int | None) -> Any:
-    """Whether the query at a position may see a key, both counted from the start of the sequence."""
-    seen = np.full(np.broadcast_shapes(np.shape(position), np.shape(key)), True)
-    if causal:
-        seen &= key <= position
-    if left is not None:
-        seen &= key >= position - left
-    if right is not None:
-        seen &= key <= position + right
-    return seen
+    empty: list[np.ndarray]  # (seqlen_q, num_heads) bool: 0 by the contract, not by its values
 
 
 def sequences(call: Call) -> Iterator[Sequence]:
     """Cut a call into its sequences."""
     queries = split_rows(call.arrays["q"], call)
-    if call.function == "paged_attention":
-        keys = [_gather(call, b) for b in range(len(call.arrays["seq_lens"]))]
-    elif call.function == "flash_attention_varlen":
-        borders = [int(x) for x in call.arrays["cu_seqlens_kv"]]
-        keys = [(call.arrays["k"][lo:hi], call.arrays["v"][lo:hi]) for lo, hi in itertools.pairwise(borders)]
-    else:
-        lens = call.options.get("seq_lens")
-        pairs = zip(split_rows(call.arrays["k"], call), split_rows(call.arrays["v"], call), strict=True)
-        keys = [
-            (k, v) if lens is None else (k[: int(lens[b])], v[: int(lens[b])])
-            for b, (k, v) in enumerate(pairs)
-        ]
-    for b, (q, (k, v)) in enumerate(zip(queries, keys, strict=True)):
+    keys, values = (_keys(call, name) for name in "kv")
+    cu_seqlens_q = call.arrays.get("cu_seqlens_q", call.options.get("cu_seqlens_q"))
+    for b, (q, k, v) in enumerate(zip(queries, keys, values, strict=True)):
         offset = call.options.get("q_offset")
         if call.options.get("causal") == "top_left":
             offset = 0
@@ -95,7 +45,45 @@ def sequences(call: Call) -> Iterator[Sequence]:
             offset = len(k) - len(q)
         elif np.ndim(offset):
             offset = offset[b]
-        yield Sequence(q, k, v, int(offset))
+        rows = None if cu_seqlens_q is None else slice(int(cu_seqlens_q[b]), int(cu_seqlens_q[b + 1]))
+        yield Sequence(q, k, v, int(offset), b, rows, len(queries))
+
+
+def _keys(call: Call, name: str) -> list[np.ndarray]:
+    """The valid keys (name "k") or values ("v") of each sequence, dequantised: (seqlen_kv, heads, width)."""
+    scale, kv_dtype = call.options.get(f"{name}_scale"), call.options.get("kv_dtype")
+    if call.function == "paged_attention":
+        pool = call.arrays[f"{name}_cache"]
+        hnd = call.options.get("cache_layout", "nhd") == "hnd"
+        if scale is not None and np.ndim(scale) == 3:
+            scale = scale.swapaxes(1, 2) if hnd else scale
+        pool = pool.swapaxes(1, 2) if hnd else pool
+        return [_gather(call, pool, scale, b) for b in range(len(call.arrays["seq_lens"]))]
+    stored = call.arrays[name]
+    if call.function == "flash_attention_varlen":
+        array = dequantised(stored, scale, kv_dtype, head_axis=-2)
+        borders = [int(x) for x in call.arrays["cu_seqlens_kv"]]
+        return [array[lo:hi] for lo, hi in itertools.pairwise(borders)]
+    bhsd = call.options.get("layout", "bshd") == "bhsd" and stored.ndim > 2
+    array = dequantised(stored, scale, kv_dtype, head_axis=-3 if bhsd else -2)
+    lens = call.options.get("seq_lens")
+    parts = split_rows(array, call)
+    return parts if lens is None else [x[: int(n)] for x, n in zip(parts, lens, strict=True)]
+
+
+def _gather(call: Call, pool: np.ndarray, scale: Any, b: int) -> np.ndarray:
+    """The valid keys or values of sequence b, one token at a time, through its block table."""
+    table, page_size = call.arrays["block_table"], pool.shape[1]
+    length = int(call.arrays["seq_lens"][b])
+    places = [(int(table[b, t // page_size]), t % page_size) for t in range(length)]
+
+    def gathered(array: np.ndarray) -> np.ndarray:
+        tokens = [array[place] for place in places]
+        return np.array(tokens, array.dtype).reshape(length, *array.shape[2:])
+
+    if scale is not None and np.ndim(scale) == 3:
+        scale = gathered(scale)
+    return dequantised(gathered(pool), scale, call.options.get("kv_dtype"), head_axis=-2)
 
 
 def split_rows(array: np.ndarray, call: Call) -> list[np.ndarray]:
@@ -139,33 +127,6 @@ def lse_shape(call: Call) -> tuple[int, ...]:
     return shape
 
 
-def _gather(call: Call, b: int) -> tuple[np.ndarray, np.ndarray]:
-    """The valid keys and values of sequence b, one token at a time, through its block table."""
-    pools = [call.arrays["k_cache"], call.arrays["v_cache"]]
-    if call.options.get("cache_layout", "nhd") == "hnd":
-        pools = [pool.swapaxes(1, 2) for pool in pools]
-    page_size = pools[0].shape[1]
-    table = call.arrays["block_table"]
-    gathered = []
-    for pool in pools:
-        tokens = np.empty((int(call.arrays["seq_lens"][b]), *pool.shape[2:]), pool.dtype)
-        for t in range(len(tokens)):
-            tokens[t] = pool[table[b, t // page_size], t % page_size]
-        gathered.append(tokens)
-    return gathered[0], gathered[1]
-
-
-def window_of(call: Call) -> tuple[int | None, int | None]:
-    """Both sides of the window of a call, None for no limit."""
-    left, right = call.options.get("window") or (None, None)
-    return _side(left), _side(right)
-
-
-def _side(side: int | None) -> int | None:
-    """A side of a window, None for no limit; cut so that NumPy can add it to a position."""
-    return None if side in (None, -1) else min(int(side), 2**60)
-
-
 def _textbook(sequence: Sequence, call: Call, wide: Any, narrow: Any = None) -> tuple[np.ndarray, np.ndarray]:
     """Attention head by head in type `wide`; the naive one rounds scores and probabilities to `narrow`."""
     exactly = narrow is None
@@ -175,30 +136,54 @@ def _textbook(sequence: Sequence, call: Call, wide: Any, narrow: Any = None) -> 
     group = num_heads // k.shape[1] if k.shape[1] else 1
     scale = call.options.get("scale")
     scale = wide(1) / np.sqrt(wide(head_dim)) if scale is None else wide(scale)
-    left, right = window_of(call)
-    position = np.arange(seqlen_q)[:, None] + sequence.offset
-    seen = visible(
-        position, np.arange(len(k)), causal=bool(call.options.get("causal")), left=left, right=right
-    )
+    seen = seen_by(sequence, call)
+    sinks = call.options.get("sinks")
     out = np.zeros((seqlen_q, num_heads, v.shape[2]), wide)
     lse = np.full((num_heads, seqlen_q), -np.inf, wide)
-    rows = seen.any(axis=1)
-    if not rows.any():
-        return out, lse
-    seen = seen[rows]
     with np.errstate(all="ignore"):
         for h in range(num_heads):
-            products = _products(q[rows, h], k[:, h // group], exactly=exactly)
-            scores = (scale * products).astype(narrow).astype(wide)
-            scores = np.where(seen, scores, -np.inf)
-            top = scores.max(axis=1, keepdims=True)
-            weights = np.exp(scores - top)
-            total = weights.sum(axis=1, keepdims=True)
-            share = (weights / total).astype(narrow).astype(wide)
-            out[rows, h] = _weighted_sum(share, v[:, h // group], seen)
-            # Nothing but scores of -inf: softmax is not a number, the logarithm of an empty sum is.
-            lse[h, rows] = np.where(np.isneginf(top), top, top + np.log(total))[:, 0]
+            sink = wide(-np.inf if sinks is None else sinks[h])
+            if call.options.get("lse_includes_sinks"):
+                lse[h] = sink
+            rows = seen[h].any(axis=1)
+            if not rows.any():
+                continue
+            scores = scale * _products(q[:, h], k[:, h // group], exactly=exactly)
+            scores = _rounded(modified_scores(scores, h, sequence, call), narrow)
+            share, sums = softmax(np.where(seen[h], scores, -np.inf)[rows], sink)
+            out[rows, h] = _weighted_sum(share.astype(narrow).astype(wide), v[:, h // group], seen[h][rows])
+            lse[h, rows] = sums[1 if call.options.get("lse_includes_sinks") else 0]
     return out, lse
+
+
+def _rounded(scores: np.ndarray, narrow: Any) -> np.ndarray:
+    """Scores rounded to a narrow type in which finite ones stay finite."""
+    if scores.dtype == narrow:
+        return scores
+    rounded = scores.astype(narrow).astype(scores.dtype)
+    largest = np.nextafter(narrow.type(np.inf), narrow.type(0)).astype(scores.dtype)
+    return np.where(np.isfinite(scores), rounded.clip(-largest, largest), rounded)
+
+
+def softmax(scores: np.ndarray, sink: Any) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray]]:
+    """Shares of the scores beside a sink, and the log-sum-exp of each row without and with the sink."""
+    top = scores.max(axis=1, keepdims=True)
+    pivot = np.maximum(top, sink)
+    # Nothing but scores of -inf: softmax is not a number, the logarithm of an empty sum is.
+    weights = np.exp(scores - pivot)
+    if sink == np.inf:
+        # All of the sum is the sink's; a score that is no number, or as large, still shows.
+        weights = np.where(top < np.inf, 0, np.nan) * np.ones_like(scores)
+        return weights, (log_sum_exp(scores)[:, 0], np.where(top < np.inf, sink, np.nan)[:, 0])
+    total = weights.sum(axis=1, keepdims=True) + np.exp(sink - pivot)
+    with_sink = np.where(np.isneginf(pivot), pivot, pivot + np.log(total))
+    return weights / total, (log_sum_exp(scores)[:, 0], with_sink[:, 0])
+
+
+def log_sum_exp(scores: np.ndarray) -> np.ndarray:
+    """(rows, 1): ln sum exp, -inf where there is nothing but scores of -inf."""
+    top = scores.max(axis=1, keepdims=True)
+    return np.where(np.isneginf(top), top, top + np.log(np.exp(scores - top).sum(axis=1, keepdims=True)))
 
 
 def _products(q: np.ndarray, k: np.ndarray, *, exactly: bool) -> np.ndarray:
@@ -225,21 +210,25 @@ def expected(call: Call) -> Expected:
     """The exact and the naive answer of a call."""
     narrow = call.arrays["q"].dtype
     exact_type, naive_type = (np.longdouble, np.float64) if narrow == np.float64 else (np.float64, np.float32)
-    exact, naive, largest = [], [], 0.0
+    exact, naive, empty, largest = [], [], [], 0.0
+    sinks = call.options.get("sinks")
     for sequence in sequences(call):
         exact.append(_textbook(sequence, call, exact_type))
         naive.append(_textbook(sequence, call, naive_type, narrow))
         finite = sequence.v.astype(np.float64)
         largest = max(largest, float(np.abs(finite[np.isfinite(finite)]).max(initial=0.0)))
-    return Expected(exact, naive, largest)
+        empty.append(~seen_by(sequence, call).any(axis=2).T)
+        if sinks is not None:
+            empty[-1] |= np.isposinf(sinks.astype(np.float64)) & np.isfinite(exact[-1][0]).all(axis=2)
+    return Expected(exact, naive, largest, empty)
 
 
-def assert_matches(out: np.ndarray, lse: np.ndarray | None, call: Call, *, factor: float = 2.0) -> None:
+def assert_matches(out: np.ndarray, lse: np.ndarray | None, call: Call, *, factor: float = 0) -> None:
     """Hold a result to the contract: shapes, types, empty rows, non-finite rows, error rule."""
     q = call.arrays["q"]
-    v = call.arrays.get("v", call.arrays.get("v_cache"))
+    factor = factor or (3.0 if call.options.get("softcap") else 2.0)
     want = expected(call)
-    assert out.shape == (*q.shape[:-1], v.shape[-1])
+    assert out.shape == (*q.shape[:-1], value_width(call))
     if "out" in call.options:
         assert out.dtype == call.options["out"].dtype
     else:
@@ -249,8 +238,7 @@ def assert_matches(out: np.ndarray, lse: np.ndarray | None, call: Call, *, facto
     naive = [x.astype(out.dtype).astype(x.dtype) for x, _ in want.naive]
     rows = split_rows(out, call)
     _assert_close("out", rows, [x for x, _ in want.exact], naive, factor, lambda _: floor)
-    for b, (mine, (exact, _)) in enumerate(zip(rows, want.exact, strict=True)):
-        empty = ~exact.any(axis=-1)
+    for b, (mine, empty) in enumerate(zip(rows, want.empty, strict=True)):
         assert not mine[empty].any(), f"out of sequence {b}: not 0 where no key is visible"
     if lse is None:
         return
@@ -265,8 +253,13 @@ def assert_matches(out: np.ndarray, lse: np.ndarray | None, call: Call, *, facto
         [x for _, x in want.exact],
         naive,
         factor,
-        lambda exact: 4 * np.spacing(np.maximum(np.abs(exact), 1).astype(lse_type)).astype(np.float64),
+        lambda exact: 4 * _spacing(exact, lse_type),
     )
+
+
+def _spacing(numbers: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """The last place of each number in a type, of a number below 1 that of 1."""
+    return np.spacing(np.abs(numbers).clip(1, np.finfo(dtype).max / 4).astype(dtype)).astype(np.float64)
 
 
 def _assert_close(

@@ -52,6 +52,7 @@ ODD = np.ndarray(Q.shape, F4, UNSPACED, 0, (3 * 4 * 33, 4 * 33, 33, 4))
 READ_ONLY = np.zeros((2, 3, 4, 6), F4)
 READ_ONLY.flags.writeable = False
 TYPES = "one of float64, float32, float16, bfloat16"
+STORED = f"{TYPES}, float8_e4m3fn, float8_e5m2, int8, int4"
 DENSE_AXES = "shape (batch, seqlen, heads, head_dim) or (seqlen, heads, head_dim) or (seqlen, head_dim)"
 PAIR = "a pair (left, right), both inclusive: a single number would not say whether the query counts"
 
@@ -69,9 +70,9 @@ DENSE = {
     "1-d": (arrays(k=np.zeros(8, F4)), f"k: found shape (8,), expected {DENSE_AXES}"),
     "5-d": (arrays(v=V[None]), f"v: found shape (1, 2, 5, 2, 6), expected {DENSE_AXES}"),
     "integers": (arrays(q=Q.astype("i4")), f"q: found dtype int32, expected {TYPES}"),
-    "complex": (arrays(k=K.astype("c8")), f"k: found dtype complex64, expected {TYPES}"),
-    "objects": (arrays(v=V.astype(object)), f"v: found dtype object, expected {TYPES}"),
-    "bool": (arrays(v=V > 0), f"v: found dtype bool, expected {TYPES}"),
+    "complex": (arrays(k=K.astype("c8")), f"k: found dtype complex64, expected {STORED}"),
+    "objects": (arrays(v=V.astype(object)), f"v: found dtype object, expected {STORED}"),
+    "bool": (arrays(v=V > 0), f"v: found dtype bool, expected {STORED}"),
     "longdouble": (arrays(q=Q.astype("g")), f"q: found dtype {np.dtype('g')}, expected {TYPES}"),
     "byte order": (
         arrays(q=Q.astype(F4.newbyteorder())),

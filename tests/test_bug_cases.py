@@ -15,10 +15,12 @@ from calls import (
     once,
     paged,
     paged_varlen,
+    quantised,
     run,
     varlen,
 )
 from oracle import FLOOR, Call, assert_matches, expected
+from terms import holes
 
 import pyflash
 
@@ -384,3 +386,148 @@ def test_merging_states_with_holes(backend, dtype):
         exact_lse = np.where(total == 0, -np.inf, top + np.log(total))
     np.testing.assert_allclose(out, exact.astype("f8"), rtol=0, atol=4 * FLOOR[dtype])
     np.testing.assert_allclose(merged, exact_lse.astype("f8"), rtol=4 * FLOOR[dtype])
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("dtype", DTYPE_NAMES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_nan_behind_a_mask(backend, family, dtype, value):
+    """pytorch/pytorch#101967: the same with a mask, also where other rows do see the token."""
+    call = dense(221, batch=1, seqlen_q=9, seqlen_kv=70, num_heads=2, dtype=dtype, family=family)
+    seen = holes((9, 70), 221, 0.8)
+    seen[:, [1, 65]], seen[4, 1] = False, True
+    clean = run(call.but(mask=seen), backend)
+    for name in "kv":
+        array = call.arrays[name].copy()
+        array[0, [1, 65], :, 2] = value
+        bad = call.of(**{name: array}).but(mask=seen)
+        out, lse = run(bad, backend)
+        others = [0, 1, 2, 3, 5, 6, 7, 8]
+        assert_same_bits((out[:, others], lse[..., others]), (clean[0][:, others], clean[1][..., others]))
+        assert_matches(out, lse, bad)
+
+
+@once
+def far_from_zero_behind_a_mask(sign: float, kind: str, dtype: str, seqlen_q: int) -> Call:
+    call = far_from_zero(sign, dtype, seqlen_q, 400).but(causal=False)
+    seen = np.ones((seqlen_q, 400), bool)
+    seen[:, :130], seen[:, 290:], seen[seqlen_q // 2] = False, False, False
+    return call.but(**{kind: seen if kind == "mask" else np.where(seen, 0, -np.inf).astype("f4")})
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("kind", ["mask", "bias"])
+@pytest.mark.parametrize("sign", [-1.0, 1.0])
+def test_scores_far_from_zero_beside_masked_tiles(backend, sign, kind, family, dtype):
+    """Dao-AILab/flash-attention#2082: with tiles that a mask hides on both sides, and rows it empties."""
+    for seqlen_q in (3, 60):
+        call = far_from_zero_behind_a_mask(sign, kind, dtype, seqlen_q)
+        for more in ({}, dict(num_splits=5)):
+            assert_matches(*run(call, backend, family=family, **more), call)
+
+
+@pytest.mark.parametrize("dtype", DTYPE_NAMES)
+@pytest.mark.parametrize("page_size", [1, 7, 16])
+def test_alibi_in_prefill_and_token_by_token(backend, page_size, dtype):
+    """Dao-AILab/flash-attention#907: a prompt and its tokens one by one, from a cache, disagreed."""
+    call = dense(222, batch=2, seqlen_q=19, seqlen_kv=19, num_heads=6, num_kv_heads=3, dtype=dtype)
+    call = call.but(causal=True, alibi_slopes=2.0 ** -np.arange(1.0, 7), family="decode")
+    out, lse = run(call, backend)
+    assert_matches(out, lse, call)
+    for t in (0, 6, 18):
+        arrays = {n: x[:, t : t + 1] if n == "q" else x for n, x in call.arrays.items()}
+        one = Call(call.function, arrays, {**call.options, "seq_lens": np.full(2, t + 1)})
+        got = run(paged(one, page_size), backend)
+        assert_same_bits(got, (out[:, t : t + 1], lse[..., t : t + 1]), f"token {t}")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("sink", [-300.0, -5.0, 5.0, 90.0, 300.0])
+@pytest.mark.parametrize("num_splits", [None, 2, 5, 40])
+def test_a_sink_larger_or_smaller_than_every_score(backend, num_splits, sink, dtype):
+    """Dao-AILab/flash-attention#2752: the sink was left out of the maximum, or counted once a split."""
+    sinks = np.array([sink, 0, -np.inf, sink / 2], "f4")
+    for seqlen_q in (1, 30):
+        call = dense(223, batch=2, seqlen_q=seqlen_q, seqlen_kv=90, num_heads=4, num_kv_heads=1, dtype=dtype)
+        call = call.but(sinks=sinks, seq_lens=np.array([90, 0]), lse_includes_sinks=seqlen_q == 30)
+        for one in (call, paged(call, 8)):
+            assert_matches(*run(one, backend, num_splits=num_splits), call)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", DTYPE_NAMES)
+def test_a_bool_mask_is_no_number_to_be_added(backend, dtype, family):
+    """openvinotoolkit/openvino#31630: True meant 1 and False 0; and bytes other than 1 are True too."""
+    call = dense(224, batch=2, seqlen_q=13, seqlen_kv=70, num_heads=4, num_kv_heads=2, dtype=dtype)
+    seen = holes((2, 4, 13, 70), 224, 0.5)
+    call = call.but(mask=seen, family=family)
+    want = run(call, backend)
+    assert_matches(*want, call)
+    for true in (2, 128, 255):
+        assert_same_bits(run(call.but(mask=(seen * np.uint8(true)).view(bool)), backend), want, f"{true}")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "float8_e4m3fn", "int8"])
+def test_keys_and_values_with_stride_0_behind_a_mask(backend, dtype):
+    """pytorch/pytorch#191937: the same with a mask, in every place of a vector and behind it."""
+    for seqlen_kv in (31, 33, 65):
+        call = dense(225, batch=1, seqlen_q=5, seqlen_kv=seqlen_kv, num_heads=4, num_kv_heads=1, head_dim=40)
+        seen = holes((1, 1, 5, seqlen_kv), seqlen_kv, 0.8)
+        seen[..., -1] = True
+        call = quantised(call.but(mask=seen), dtype, "number")
+        spread = {n: np.broadcast_to(call.arrays[n], (1, seqlen_kv, 4, 40)) for n in "kv"}
+        for family in FAMILIES:
+            want = run(call, backend, family=family)
+            assert_matches(*want, call)
+            assert_same_bits(run(call.of(**spread), backend, family=family), want)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("low", [-3.4028234663852886e38, -3.3895313892515355e38, -65504.0, -1e30])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_additive_masks_of_low_numbers(backend, dtype, low, family):
+    """huggingface/transformers#31035: finfo.min in place of -inf; a row of nothing else is the plain mean."""
+    for seqlen_kv in (21, 150):
+        call = dense(226, batch=1, seqlen_q=20, seqlen_kv=seqlen_kv, num_heads=2, dtype=dtype, amplitude=0.01)
+        bias = np.zeros((20, seqlen_kv), "f4")
+        bias[:, seqlen_kv // 2 :], bias[[0, 7, 19]] = low, low
+        call = call.but(bias=bias, family=family)
+        out, lse = run(call, backend)
+        assert_matches(out, lse, call)
+        with np.errstate(over="ignore"):
+            twice = run(call.but(bias=np.float32(low) + bias), backend)
+        assert not any(np.isnan(x.astype("f4")).any() for x in twice)
+
+
+@pytest.mark.parametrize("page_size", [None, 5, 64])
+@pytest.mark.parametrize("scales", ["number", "heads", "tokens"])
+@pytest.mark.parametrize("dtype", ["int8", "int4", "float8_e4m3fn", "float8_e5m2"])
+def test_scales_of_a_quantised_cache(backend, dtype, scales, page_size):
+    """flashinfer-ai/flashinfer#1023: they were ignored."""
+    call = dense(
+        227, batch=2, seqlen_q=2, seqlen_kv=55, num_heads=4, num_kv_heads=2, head_dim=32, causal=True
+    )
+    call = quantised(call, dtype, scales)
+    call = call if page_size is None else paged(call, page_size)
+    for part in ("k_scale", "v_scale"):
+        for factor in (0.25, 1, 40):
+            one = call.but(**{part: call.options[part] * factor})
+            if scales == "tokens":
+                one = one.but(**{part: one.options[part].astype("f4")})
+            for family in FAMILIES:
+                assert_matches(*run(one, backend, family=family), one)
+
+
+@pytest.mark.parametrize("bias_dtype", DTYPE_NAMES)
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+def test_a_float_mask_of_0_and_1_is_a_bias(backend, dtype, bias_dtype):
+    """ml-explore/mlx#2626: it was taken as a bool mask."""
+    call = dense(228, batch=1, seqlen_q=11, seqlen_kv=40, num_heads=2, dtype=dtype)
+    ones = holes((11, 40), 228, 0.5)
+    call = call.but(bias=ones.astype(numpy_dtype(bias_dtype)))
+    for family in FAMILIES:
+        out, lse = run(call, backend, family=family)
+        assert_matches(out, lse, call)
+    hard = run(Call(call.function, call.arrays, {"mask": ones}), backend)[0]
+    assert np.abs(out.astype("f8") - hard.astype("f8")).max() > 0.05

@@ -9,13 +9,15 @@ import numpy as np
 import pytest
 from calls import normal
 from refusals import DENSE, F4, PAGED, VARLEN, K, Q, V, arrays, packed, paged
+from refusals_options import DENSE_OPTIONS, PAGED_OPTIONS, VARLEN_OPTIONS
 
 import pyflash
 
+ALL_DENSE = {**DENSE, **DENSE_OPTIONS}
 REFUSED = {
-    **{("flash_attention", name): case for name, case in DENSE.items()},
-    **{("flash_attention_varlen", name): case for name, case in VARLEN.items()},
-    **{("paged_attention", name): case for name, case in PAGED.items()},
+    **{("flash_attention", name): case for name, case in ALL_DENSE.items()},
+    **{("flash_attention_varlen", name): case for name, case in {**VARLEN, **VARLEN_OPTIONS}.items()},
+    **{("paged_attention", name): case for name, case in {**PAGED, **PAGED_OPTIONS}.items()},
 }
 
 #: Options that only the C backend takes: elsewhere they are unsupported before they are wrong.
@@ -46,9 +48,9 @@ def test_explain_refuses_what_the_call_refuses(any_isa, key):
 
 
 @pytest.mark.parametrize("function", ["flash_decoding", "naive_attention"])
-@pytest.mark.parametrize("name", DENSE)
+@pytest.mark.parametrize("name", ALL_DENSE)
 def test_the_other_dense_functions_refuse_the_same(function, name):
-    arguments, words = DENSE[name]
+    arguments, words = ALL_DENSE[name]
     if function == "naive_attention" and {"num_splits", "tile", "family", *C_ONLY} & set(arguments):
         pytest.skip("no option of this function")
     if function == "flash_decoding":
@@ -94,21 +96,7 @@ def test_an_output_is_untouched_after_a_refusal(any_isa):
     assert (out == 7).all()
 
 
-@pytest.mark.parametrize(
-    "keyword",
-    [
-        "spans",
-        "softcap",
-        "alibi_slopes",
-        "bias",
-        "mask",
-        "sinks",
-        "sink_tokens",
-        "k_scale",
-        "tree",
-        "scaling",
-    ],
-)
+@pytest.mark.parametrize("keyword", ["scaling", "softmax_scale", "attn_mask", "dropout"])
 def test_unknown_keywords_are_type_errors(any_isa, keyword):
     for function, arguments in (
         ("flash_attention", arrays()),
@@ -170,3 +158,22 @@ def test_a_work_space_that_is_too_small(c_backend):
         pytest.skip("this call needs no work space")
     with pytest.raises(pyflash.InvalidArgument, match=f"^workspace: found .*, expected .*{needed}"):
         pyflash.flash_attention(Q, K, V, workspace=np.zeros(needed - 1, np.uint8), **c_backend.kwargs)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("batch_invariant", True), ("q_scale", 0.5), ("check_indices", True)], ids=str
+)
+def test_options_of_cuda_are_refused_elsewhere(any_isa, name, value):
+    with pytest.raises(pyflash.UnsupportedError) as caught:
+        pyflash.flash_attention(Q, K, V, **{name: value}, **any_isa.kwargs)
+    found = f"{value} ({type(value).__name__})"
+    assert (
+        str(caught.value) == f"{name}: {found} is not supported by the {any_isa.name} backend; leave it out"
+    )
+
+
+def test_options_of_cuda_that_ask_for_nothing_are_fine(any_isa):
+    out = pyflash.flash_attention(
+        Q, K, V, batch_invariant=False, q_scale=None, check_indices=False, max_seqlen_q=3, **any_isa.kwargs
+    )
+    assert (out == pyflash.flash_attention(Q, K, V, **any_isa.kwargs)).all()

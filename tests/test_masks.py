@@ -1,11 +1,23 @@
-"""Which keys a row sees: causal, window, offsets and lengths against the oracle's predicate."""
+"""Which keys a row sees: causal, window, sink tokens, spans, offsets and lengths against the predicate.
+
+The last test measures what a row sees under random combinations of everything that hides a key.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
-from calls import assert_same_bits, dense, once, run
-from oracle import Call, assert_matches, sequences, visible, window_of
+from calls import assert_same_bits, dense, once, paged, run
+from conftest import available
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracle import Call, assert_matches, sequences
+from oracle_terms import ancestors, seen_by
+from terms import SPARSE, holes, parents, rising_spans, sizes_of
+
+import pyflash
 
 #: name -> options; every one is tried on every pair of lengths
 MASKS = {
@@ -30,6 +42,21 @@ MASKS = {
     "more than int64": dict(window=(2**70, 2**70), causal=True),
     "huge offset": dict(q_offset=2**47, causal=True, window=(2**47 + 3, 0)),
     "hugely negative offset": dict(q_offset=-(2**47), window=(0, 2**47 + 3)),
+    "sink tokens": dict(sink_tokens=3, window=(4, 0), causal=True),
+    "sink tokens right of a window": dict(sink_tokens=70, window=(2, 1)),
+    "sink tokens of a causal future": dict(sink_tokens=40, window=(0, 0), causal=True),
+    "sink tokens, top left": dict(sink_tokens=2, window=(1, 0), causal="top_left"),
+    "sink tokens in front of all rows": dict(sink_tokens=2, window=(3, None), q_offset=-30),
+    "sink tokens, rows far behind": dict(sink_tokens=66, window=(3, 3), q_offset=1000),
+    "sink tokens without a window": dict(sink_tokens=4, causal=True),
+    "more sink tokens than keys": dict(sink_tokens=10**9, window=(0, 0)),
+    "a span of numbers": dict(spans=(2, 64)),
+    "a span past both ends": dict(spans=(-5, 2**40)),
+    "an empty span": dict(spans=(7, 7)),
+    "a span that is turned round": dict(spans=(40, 3)),
+    "a causal span": dict(spans=(np.array([1]), 66), causal=True),
+    "a span with a window and sink tokens": dict(spans=(1, 65), window=(9, 2), sink_tokens=5),
+    "a span, top left": dict(spans=(0, 16), causal="top_left", window=(5, 5)),
 }
 
 LENGTHS = [(1, 1), (2, 5), (5, 2), (6, 3), (1, 80), (30, 30), (33, 70), (70, 33), (17, 300)]
@@ -52,17 +79,9 @@ def probe(seqlen_q: int, seqlen_kv: int, batch: int = 1, **options) -> Call:
 
 
 def assert_sees_what_the_predicate_says(out: np.ndarray, lse: np.ndarray, call: Call) -> None:
-    left, right = window_of(call)
     for b, sequence in enumerate(sequences(call)):
-        position = np.arange(len(sequence.q))[:, None] + sequence.offset
         seen = np.zeros(out.shape[1::2], bool)
-        seen[:, : len(sequence.k)] = visible(
-            position,
-            np.arange(len(sequence.k)),
-            causal=bool(call.options.get("causal")),
-            left=left,
-            right=right,
-        )
+        seen[:, : len(sequence.k)] = seen_by(sequence, call)[0]
         assert ((out[b, :, 0] != 0) == seen).all()
         count = seen.sum(axis=1)
         with np.errstate(divide="ignore"):
@@ -101,7 +120,15 @@ def test_values_under_masks(backend, name, family):
 @pytest.mark.parametrize("index_dtype", ["int32", "int64"])
 @pytest.mark.parametrize(
     "options",
-    [{}, dict(causal=True), dict(causal="top_left"), dict(causal=True, window=(4, 0)), dict(window=(0, 3))],
+    [
+        {},
+        dict(causal=True),
+        dict(causal="top_left"),
+        dict(causal=True, window=(4, 0)),
+        dict(window=(0, 3)),
+        dict(causal=True, window=(4, 0), sink_tokens=15),
+        dict(spans=(2, 14), causal=True),
+    ],
     ids=str,
 )
 def test_lengths_of_a_dense_cache(backend, options, index_dtype, family):
@@ -142,6 +169,17 @@ SAME = {
         dict(causal=np.True_, window=(np.int32(3), np.int64(1))),
     ),
     "an offset behind the keys sees all": ({}, dict(causal=True, q_offset=10**6)),
+    "no sink tokens": (dict(window=(3, 1)), dict(window=(3, 1), sink_tokens=0)),
+    "sink tokens need a window": (dict(causal=True), dict(causal=True, sink_tokens=5)),
+    "a full span": (dict(causal=True), dict(causal=True, spans=(0, 91))),
+    "a span of every row": (dict(spans=(3, 80)), dict(spans=(np.array([3]), np.full((2, 21), 80)))),
+    "a span of both types": (dict(spans=(3, 80)), dict(spans=(np.array([[3]], "i4"), np.full(21, 80, "i8")))),
+    "a span instead of causal": (dict(causal=True), dict(spans=(0, 71 + np.arange(21)))),
+    "a span instead of a window": (
+        dict(window=(7, 2)),
+        dict(spans=(63 + np.arange(21), 73 + np.arange(21))),
+    ),
+    "a list of two ends": (dict(spans=(3, 80)), dict(spans=[np.int32(3), np.int64(80)])),
 }
 
 
@@ -175,3 +213,87 @@ def test_sweep_of_windows(backend, seqlen_kv, family):
             for right in (None, 0, 3, 24):
                 call = probe(seqlen_q, seqlen_kv, window=(left, right), causal=right == 3)
                 assert_sees_what_the_predicate_says(*run(call, backend, family=family), call)
+
+
+def test_sink_tokens_do_not_pass_the_causal_end_nor_a_span_nor_the_length(backend):
+    """They are exempt from the window alone."""
+    call = probe(6, 12, sink_tokens=8, window=(0, 0), causal=True, seq_lens=np.array([5]), spans=(1, 12))
+    out, _ = run(call, backend)
+    rows = [np.flatnonzero(row).tolist() for row in out[0, :, 0]]
+    assert rows == [[], [], [1], [1, 2], [1, 2, 3], [1, 2, 3, 4]]
+
+
+def test_spans_of_each_row_and_sequence(backend):
+    for seqlen_q, seqlen_kv in ((1, 40), (9, 33), (40, 90)):
+        call = probe(seqlen_q, seqlen_kv, batch=3)
+        call = call.but(spans=rising_spans(sizes_of(call), seqlen_q), causal=True, q_offset=seqlen_kv // 2)
+        for family in ("prefill", "decode"):
+            assert_sees_what_the_predicate_says(*run(call, backend, family=family), call)
+
+
+SIDE = st.one_of(st.none(), st.integers(-1, 30))
+
+
+@st.composite
+def probes(draw: st.DrawFn) -> Call:
+    """A probe under any combination of what hides keys."""
+    batch, seqlen_q = draw(st.integers(1, 3)), draw(st.integers(1, 40))
+    seqlen_kv = draw(st.one_of(st.integers(1, 20), st.integers(1, 140)))
+    seed = draw(st.integers(0, 10**6))
+    call = probe(seqlen_q, seqlen_kv, batch, causal=draw(st.sampled_from([False, True, "top_left"])))
+    n = sizes_of(call)
+    options: dict[str, Any] = {}
+    lens = np.full(batch, seqlen_kv)
+    kinds = ("window", "q_offset", "spans", "seq_lens", "mask", "bias", "mask_mod", "tree")
+    for kind in draw(st.lists(st.sampled_from(kinds), unique=True)):
+        if kind == "window":
+            options |= dict(window=(draw(SIDE), draw(SIDE)), sink_tokens=draw(st.integers(0, 9)))
+        elif kind == "q_offset" and call.options["causal"] != "top_left":
+            options["q_offset"] = np.array([draw(st.integers(-9, 60)) for _ in range(batch)])
+        elif kind == "spans":
+            options["spans"] = rising_spans(n, seed)
+        elif kind == "seq_lens":
+            lens = options["seq_lens"] = np.array([draw(st.integers(0, seqlen_kv)) for _ in range(batch)])
+        elif kind in ("mask", "bias"):
+            shape = tuple(draw(st.sampled_from([1, size])) for size in n)[draw(st.integers(0, 3)) :]
+            made = holes(shape, seed)
+            options[kind] = made if kind == "mask" else np.where(made, 0, -np.inf).astype("f4")
+        elif kind == "mask_mod" and seqlen_q * seqlen_kv < 500:
+            options["mask_mod"] = SPARSE
+        elif kind == "tree":
+            tree = parents(batch, draw(st.integers(0, 12)), seed)
+            if draw(st.booleans()):
+                tree = np.array([ancestors(one) for one in tree]).reshape(*tree.shape, tree.shape[1])
+            options["tree"] = tree
+    if "tree" in options:
+        options["tree"] = options["tree"][:, : lens.min()]
+        if options["tree"].ndim == 3:
+            options["tree"] = options["tree"][:, :, : lens.min()]
+    return call.but(**options)
+
+
+def check_probe(call: Call, family: str, page_size: int) -> None:
+    behind_a_table = paged(call, page_size)
+    for backend in available():
+        got = run(call, backend, family=family)
+        try:
+            assert_sees_what_the_predicate_says(*got, call)
+            assert_same_bits(run(behind_a_table, backend, family=family), got, "paged")
+        except (AssertionError, pyflash.PyflashError) as error:
+            raise AssertionError(f"{backend.id}: {error}") from None
+
+
+FAMILY = st.sampled_from(["prefill", "decode"])
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(call=probes(), family=FAMILY, page_size=st.integers(1, 40))
+def test_random_combinations(call, family, page_size):
+    check_probe(call, family, page_size)
+
+
+@pytest.mark.long
+@settings(max_examples=3000, deadline=None)
+@given(call=probes(), family=FAMILY, page_size=st.integers(1, 40))
+def test_many_random_combinations(call, family, page_size):
+    check_probe(call, family, page_size)

@@ -6,8 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from calls import DTYPE_NAMES, assert_same_bits, dense, once, paged, run, varlen
-from oracle import Call, assert_matches
+from calls import DTYPE_NAMES, assert_same_bits, dense, once, paged, paged_varlen, quantised, run, varlen
+from oracle import Call, assert_matches, sequences
+from oracle_terms import seen_by
+from terms import TERMS, poisoned_where_unseen, rubbish, with_terms
 
 BAD = [np.nan, np.inf, -np.inf]
 
@@ -175,3 +177,94 @@ def test_poisoned_pages(backend, dtype):
     for page_size in (1, 16, 33):
         poisoned = paged(one, page_size, fill=np.nan, spare_pages=5)
         assert_same_bits(run(poisoned, backend), run(one, backend), f"page size {page_size}")
+
+
+# --- with every option ---
+
+#: name -> how keys and values are stored: type and form of the scale
+STORED = {
+    "float32": None,
+    "bfloat16": ("bfloat16", None),
+    "float8_e5m2 with scales of tokens": ("float8_e5m2", "tokens"),
+    "int8 with scales of tokens": ("int8", "tokens"),
+    "int4 with scales of heads": ("int4", "heads"),
+}
+
+
+@once
+def with_option(name: str, stored: str = "float32", seqlen_q: int = 21) -> Call:
+    call = dense(121, batch=2, seqlen_q=seqlen_q, seqlen_kv=140, num_heads=4, num_kv_heads=2)
+    call = with_terms(call.but(seq_lens=np.array([140, 75])), name)
+    return call if STORED[stored] is None else quantised(call, *STORED[stored])
+
+
+@pytest.mark.parametrize("family", ["prefill", "decode"])
+@pytest.mark.parametrize("name", TERMS)
+def test_what_no_row_sees_leaves_no_trace(backend, name, family):
+    """Hidden by whatever option, past the length, in a hidden page or an unused part of one."""
+    call = with_option(name)
+    want = run(call, backend, family=family)
+    for value in BAD:
+        assert_same_bits(run(poisoned_where_unseen(call, value), backend, family=family), want, f"{value}")
+    pages = paged(poisoned_where_unseen(call), 13)
+    assert_same_bits(run(pages, backend, family=family), want, "paged")
+
+
+@pytest.mark.parametrize("family", ["prefill", "decode"])
+@pytest.mark.parametrize("name", ["none", "mask of keys", "sink tokens", "many"])
+@pytest.mark.parametrize("stored", STORED)
+def test_what_no_row_sees_leaves_no_trace_in_any_type(backend, stored, name, family):
+    for seqlen_q in (1, 21):
+        call = with_option(name, stored, seqlen_q)
+        want = run(call, backend, family=family)
+        poisoned = poisoned_where_unseen(call)
+        assert_same_bits(run(poisoned, backend, family=family), want)
+        assert_same_bits(run(paged(poisoned, 16), backend, family=family), want, "paged")
+        assert_same_bits(run(paged(poisoned, 7, cache_layout="hnd"), backend, family=family), want, "hnd")
+
+
+@pytest.mark.parametrize("name", TERMS)
+def test_packed_neighbours_with_every_option(backend, name):
+    """Pages of a pack whose unused places, and hidden sequences, hold NaN."""
+    call = with_terms(varlen([3, 9, 30], [17, 9, 40], seed=122, num_heads=2, causal=True), name)
+    out, lse = run(call, backend)
+    assert_same_bits(run(paged_varlen(call, 8), backend), (out, lse), "paged")
+    arrays = {part: call.arrays[part].copy() for part in "kv"}
+    arrays["k"][17:26] = arrays["v"][17:26] = np.nan
+    got_out, got_lse = run(call.of(**arrays), backend)
+    others = [*range(3), *range(12, 42)]
+    assert_same_bits((got_out[others], got_lse[:, others]), (out[others], lse[:, others]))
+
+
+@pytest.mark.parametrize("family", ["prefill", "decode"])
+@pytest.mark.parametrize("part", ["k", "v"])
+@pytest.mark.parametrize("name", TERMS)
+def test_a_bad_token_reaches_the_rows_that_see_it_and_no_other(backend, name, part, family):
+    call = with_option(name)
+    clean_out, clean_lse = run(call, backend, family=family)
+    for token, value in ((2, np.nan), (70, np.inf), (133, np.nan)):
+        bad = _with_token(call, part, token, value)
+        out, lse = run(bad, backend, family=family)
+        assert_matches(out, lse, bad)
+        for b, sequence in enumerate(sequences(call)):
+            blind = np.ones((4, 21), bool)
+            if token < len(sequence.k):
+                blind = ~seen_by(sequence, call)[:, :, token]
+            assert_same_bits(out[b].swapaxes(0, 1)[blind], clean_out[b].swapaxes(0, 1)[blind], f"{token}")
+            assert_same_bits(lse[b][blind], clean_lse[b][blind], f"lse {token}")
+
+
+@once
+def _with_token(call: Call, part: str, token: int, value: float) -> Call:
+    array = call.arrays[part].copy()
+    array[:, token] = value
+    return call.of(**{part: array})
+
+
+@pytest.mark.parametrize("family", ["prefill", "decode"])
+@pytest.mark.parametrize("stored", ["bfloat16", "float8_e5m2 with scales of tokens"])
+@pytest.mark.parametrize("part", ["k", "v"])
+def test_a_bad_stored_token_shows(backend, part, stored, family):
+    call = with_option("many", stored)
+    bad = _with_token(call, part, 50, rubbish(call.arrays[part].dtype))
+    assert_matches(*run(bad, backend, family=family), bad)

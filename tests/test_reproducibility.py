@@ -4,8 +4,21 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from calls import DTYPE_NAMES, assert_same_bits, dense, explain, once, paged, paged_varlen, run, varlen
+from calls import (
+    DTYPE_NAMES,
+    assert_same_bits,
+    dense,
+    explain,
+    given,
+    once,
+    paged,
+    paged_varlen,
+    quantised,
+    run,
+    varlen,
+)
 from oracle import Call
+from terms import TERMS, first_keys_of, rows_of, sequence_of, with_terms
 
 import pyflash
 
@@ -216,9 +229,103 @@ def run_with_workspace(call, backend, workspace):
     """`calls.run`, which would see the work space change, without its comparison of inputs."""
     return getattr(pyflash, call.function)(
         *call.arrays.values(),
-        **call.options,
+        **given(call.options, backend),
         return_lse=True,
         workspace=workspace,
         num_threads=2,
         **backend.kwargs,
     )
+
+
+# --- with every option ---
+
+#: Combinations of an option and how the keys are stored: type and form of the scale.
+OPTIONS = [(name, None) for name in TERMS if name != "none"]
+OPTIONS += [
+    (name, stored)
+    for stored in (("float16", None), ("float8_e4m3fn", "heads"), ("int8", "tokens"), ("int4", "tokens"))
+    for name in ("none", "many")
+]
+
+
+def option_id(option: object) -> str:
+    name, stored = option
+    return name if stored is None else f"{name}, {stored[0]}"
+
+
+@once
+def with_option(option: object) -> Call:
+    name, stored = option
+    call = dense(116, batch=3, seqlen_q=27, seqlen_kv=150, num_heads=4, num_kv_heads=2, q_offset=90)
+    call = with_terms(call, name)
+    return call if stored is None else quantised(call, *stored)
+
+
+each_option = pytest.mark.parametrize("option", OPTIONS, ids=option_id)
+each_family = pytest.mark.parametrize("family", ["prefill", "decode"])
+
+
+@each_option
+def test_options_and_any_number_of_threads(c_backend, option):
+    call = with_option(option)
+    for family in ("prefill", "decode"):
+        want = run(call, c_backend, num_threads=1, family=family)
+        for num_threads in (2, 5):
+            assert_same_bits(run(call, c_backend, num_threads=num_threads, family=family), want)
+    want = run(call, c_backend, num_threads=1, num_splits=4)
+    assert_same_bits(run(call, c_backend, num_threads=3, num_splits=4), want, "splits")
+
+
+@each_family
+@each_option
+def test_options_and_a_row_alone(backend, option, family):
+    """A tile that other rows alone see must not show, nor which rows share a tile."""
+    call = with_option(option)
+    out, lse = run(call, backend, family=family)
+    for lo, hi in ((0, 1), (13, 14), (26, 27), (3, 9), (8, 27)):
+        part = run(rows_of(call, lo, hi), backend, family=family)
+        assert_same_bits(part, (out[:, lo:hi], lse[..., lo:hi]), f"rows {lo}:{hi}")
+
+
+@each_family
+@each_option
+def test_options_and_a_sequence_alone(backend, option, family):
+    call = with_option(option)
+    out, lse = run(call, backend, family=family)
+    for b in range(3):
+        alone = run(sequence_of(call, b), backend, family=family)
+        assert_same_bits(alone, (out[b : b + 1], lse[b : b + 1]), f"sequence {b}")
+
+
+#: A tree counts from the last key, so that its rows are no longer the same when keys follow.
+CONTINUED = [option for option in OPTIONS if "tree" not in option[0]]
+
+
+@each_family
+@pytest.mark.parametrize("option", CONTINUED, ids=option_id)
+def test_options_and_a_prompt_continued_from_a_cache(backend, option, family):
+    """Chunks of a prompt, each on the keys so far and in pages, have the bits of the whole prompt."""
+    call = with_option(option).but(causal=True)
+    out, lse = run(call, backend, family=family)
+    for lo, hi in ((0, 5), (5, 26), (26, 27)):
+        chunk = first_keys_of(rows_of(call, lo, hi), 90 + hi)
+        want = out[:, lo:hi], lse[..., lo:hi]
+        assert_same_bits(run(chunk, backend, family=family), want, f"rows {lo}:{hi}")
+        assert_same_bits(run(paged(chunk, 16), backend, family=family), want, f"rows {lo}:{hi} in pages")
+
+
+@each_option
+def test_options_run_to_run_and_explained(backend, option):
+    call = with_option(option)
+    want = run(call, backend)
+    assert_same_bits(run(call, backend), want)
+    assert explain(call, backend).family == "prefill"
+
+
+@pytest.mark.parametrize("name", ["many", "sinks", "mask of blocks", "score_mod"])
+def test_work_space_of_the_caller_with_options(c_backend, name):
+    call = with_option((name, None))
+    want = run(call, c_backend, num_threads=2)
+    told = explain(call, c_backend, num_threads=2).workspace_bytes
+    for fill in (0, 255):
+        assert_same_bits(run_with_workspace(call, c_backend, np.full(told, fill, np.uint8)), want, name)
