@@ -132,7 +132,9 @@ def _stored_keys(
     options: dict[str, Any],
     to_canonical: Callable[[Array], Array],
 ) -> _Keys:
-    kv_dtype = _checks.choice("kv_dtype", options.get("kv_dtype"), (None, *_dtypes.OF_BYTES))
+    kv_dtype = options.get("kv_dtype")
+    if kv_dtype is not None:
+        _checks.choice("kv_dtype", kv_dtype, (None, *_dtypes.OF_BYTES))
     k, stored = _checks.stored_array(names[0], k, axes, kv_dtype)
     v, stored_v = _checks.stored_array(names[1], v, axes, kv_dtype)
     if stored_v is not stored:
@@ -258,10 +260,9 @@ def _call(
     given: dict[str, Any],
 ) -> Call:
     """Check what all addresses of keys share, provide the outputs, and freeze the description."""
-    unknown = given.keys() - DEFAULTS.keys()
-    if unknown:
-        known = ", ".join(DEFAULTS)
-        raise TypeError(f"unexpected keyword argument {sorted(unknown)[0]!r}; options are {known}")
+    if not given.keys() <= DEFAULTS.keys():
+        unknown, known = min(given.keys() - DEFAULTS.keys()), ", ".join(DEFAULTS)
+        raise TypeError(f"unexpected keyword argument {unknown!r}; options are {known}")
     options = {**DEFAULTS, **given}
     dtype = _check_types(queries, keys)
     head_dim_v = _check_shapes(queries, keys)
@@ -327,6 +328,8 @@ def _score_options(options: dict[str, Any], extent: Extent, backend: str) -> dic
 
 
 def _storage_scale(name: str, options: dict[str, Any], keys: _Keys, which: int) -> Array | None:
+    if options[name] is None:
+        return None
     shape = keys.canonical[which].shape[:3]
     return _args_terms.scale_of(name, options[name], keys.given[which], shape, keys.to_canonical)
 

@@ -136,12 +136,15 @@ def _code(array: Array) -> int:
 
 
 def _tensor(
-    array: Array, axes: tuple[int | None, ...] = (0, 1, 2, 3), code: int | None = None
+    array: Array, axes: tuple[int | None, ...] | None = None, code: int | None = None
 ) -> tuple[Any, ...]:
     """Return the fields of a pf_tensor; `axes` are the array's in the order batch, token, head, dim."""
-    size, strides = array.itemsize, array.strides
-    found = [0 if axis is None else strides[axis] // size for axis in axes]
-    return (_data(array), *found, _code(array) if code is None else code)
+    size = array.itemsize
+    if axes is None:
+        b, t, h, d = array.strides
+    else:
+        b, t, h, d = (0 if axis is None else array.strides[axis] for axis in axes)
+    return _data(array), b // size, t // size, h // size, d // size, _code(array) if code is None else code
 
 
 def _index(array: Array) -> tuple[Any, ...]:
@@ -191,38 +194,36 @@ def _attention_call(args: AttentionArgs, isa: str) -> Any:
     if args.workspace is not None:
         fields["workspace"] = _pointer(args.workspace)
         fields["workspace_bytes"] = args.workspace.nbytes
-    seqlen_q, num_heads, head_dim = args.q.shape[1:]
-    seqlen_kv, num_kv_heads = args.k.shape[1:3]
-    return ffi.new(
-        "pf_attention_call *",
-        dict(
-            fields,
-            q=_tensor(args.q),
-            k=_tensor(args.k, code=kv_code),
-            v=_tensor(args.v, code=kv_code),
-            out=_tensor(args.out),
-            batch=args.batch,
-            seqlen_q=seqlen_q,
-            num_heads=num_heads,
-            head_dim=head_dim,
-            seqlen_kv=seqlen_kv,
-            num_kv_heads=num_kv_heads,
-            page_size=seqlen_kv,
-            head_dim_v=args.out.shape[3],
-            window_left=args.window[0],
-            window_right=args.window[1],
-            sink_tokens=args.sink_tokens,
-            scale=args.scale,
-            softcap=args.softcap,
-            causal=args.causal,
-            lse_includes_sinks=args.lse_includes_sinks,
-            num_splits=args.num_splits or 0,
-            tile=args.tile or 0,
-            family=_FAMILIES[args.family],
-            isa=compiled_isas()[isa],
-            num_threads=_threads(args.num_threads),
-        ),
-    )
+    q, k, v, out = args.q, args.k, args.v, args.out
+    _, seqlen_q, num_heads, head_dim = q.shape
+    _, seqlen_kv, num_kv_heads, _ = k.shape
+    fields |= {
+        "q": _tensor(q),
+        "k": _tensor(k, code=kv_code),
+        "v": _tensor(v, code=kv_code),
+        "out": _tensor(out),
+        "batch": args.batch,
+        "seqlen_q": seqlen_q,
+        "num_heads": num_heads,
+        "head_dim": head_dim,
+        "seqlen_kv": seqlen_kv,
+        "num_kv_heads": num_kv_heads,
+        "page_size": seqlen_kv,
+        "head_dim_v": out.shape[3],
+        "window_left": args.window[0],
+        "window_right": args.window[1],
+        "sink_tokens": args.sink_tokens,
+        "scale": args.scale,
+        "softcap": args.softcap,
+        "causal": args.causal,
+        "lse_includes_sinks": args.lse_includes_sinks,
+        "num_splits": args.num_splits or 0,
+        "tile": args.tile or 0,
+        "family": _FAMILIES[args.family],
+        "isa": compiled_isas()[isa],
+        "num_threads": _threads(args.num_threads),
+    }
+    return ffi.new("pf_attention_call *", fields)
 
 
 class CBackend:

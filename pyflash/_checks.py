@@ -64,6 +64,8 @@ def stored_array(
     """Return keys or values as stored and their row in the registry; bytes are what `kv_dtype` says."""
     array = plain_array(name, value, axes)
     dtype = _dtypes.lookup_stored(array.dtype)
+    if dtype is not None and kv_dtype is None:
+        return array, dtype
     named = None if kv_dtype is None else _dtypes.BY_NAME[_dtypes.OF_BYTES[kv_dtype]]
     if array.dtype == np.uint8:
         if named is None:

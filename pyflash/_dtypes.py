@@ -60,7 +60,7 @@ def lookup(dtype: np.dtype[Any]) -> DType | None:
 
 def lookup_stored(dtype: np.dtype[Any]) -> DType | None:
     """Return the registry row of the NumPy dtype of keys or values, None if it says nothing."""
-    found = lookup(dtype)
+    found = _FROM_NUMPY.get(dtype) or lookup(dtype)
     if found is None and dtype.itemsize == 1 and dtype.name in ("int8", "float8_e4m3fn", "float8_e5m2"):
         found = BY_NAME[dtype.name]
     return found
