@@ -118,16 +118,18 @@ def append(
         slots, positions = _slots_of_sequences(k, caches[0], block_table, seq_lens, cu_seqlens)
     scales, writes_scales = _append_scales(
         (k_scale, v_scale),
-        (k, v),
         given_caches,
         stored[0],
         lambda x: _args.cache_view(x, cache_layout),
         {**inputs, "k_cache": caches[0], "v_cache": caches[1]},
     )
+    fixed = scales[0] is not None and not writes_scales
     interleaved = _checks.flag("interleaved", interleaved)
     cos, sin = _rotation(cos, sin, k.shape[-1], positions, len(slots))
     if k.ndim == 4:
         k, v = (x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]) for x in (k, v))
+    if fixed and stored[0].name in ("int8", "int4"):
+        _check_finite({"k": k, "v": v, "cos": cos, "sin": sin}, slots >= 0, stored[0].name)
     return AppendArgs(
         k=k,
         v=v,
@@ -144,6 +146,13 @@ def append(
     )
 
 
+def _check_finite(rows: dict[str, Array | None], written: Array, dtype: str) -> None:
+    """Refuse what integers cannot hold, in the rows of tokens that are written."""
+    for name, x in rows.items():
+        if x is not None and not np.isfinite(x[written]).all():
+            raise invalid(name, "NaN or Inf", f"finite numbers for a {dtype} cache of a fixed scale")
+
+
 def _given_slots(slots: Any, k: Array, cache: Array) -> Array:
     """Return the caller's slots, one per token."""
     slots = _checks.index_array("slots", slots, k.shape[:-2], f"{k.shape[:-2]}, one per token")
@@ -155,7 +164,6 @@ def _given_slots(slots: Any, k: Array, cache: Array) -> Array:
 
 def _append_scales(
     scales: tuple[Any, Any],
-    tokens: tuple[Array, Array],
     caches: list[Array],
     stored: _dtypes.DType,
     to_canonical: Callable[[Array], Array],
@@ -164,7 +172,7 @@ def _append_scales(
     """Return the scales of keys and values, and whether they are to be chosen and written."""
     result: list[Array | None] = []
     per_token = []
-    for name, scale, x, cache in zip(("k_scale", "v_scale"), scales, tokens, caches, strict=True):
+    for name, scale, cache in zip(("k_scale", "v_scale"), scales, caches, strict=True):
         if scale is None and stored in _dtypes.QUANTISED:
             raise invalid(name, "None", f"the scale of a {stored.name} cache")
         shape = to_canonical(cache).shape[:3]
@@ -177,10 +185,8 @@ def _append_scales(
                 )
             _checks.writable_output(name, scale, others)
             others = {**others, name: scale}
-        elif scale is not None and stored.name in ("int8", "int4") and not np.isfinite(x).all():
-            raise invalid(name[0], "NaN or Inf", f"finite numbers for a {stored.name} cache of a fixed scale")
-        if scale is not None and not per_token[-1] and not np.all(scale):
-            raise invalid(name, "0", "a scale to divide by")
+        elif scale is not None and not np.asarray(scale, np.float32).all():
+            raise invalid(name, "0 as a float32", "a scale to divide by")
     if per_token[0] != per_token[1]:
         name, other = ("v_scale", "k_scale") if per_token[0] else ("k_scale", "v_scale")
         raise invalid(

@@ -237,7 +237,7 @@ def c_function(name: str, value: Any, signature: str) -> CFunction | None:
     elif type(value).__module__ == "_cffi_backend":
         ffi = sys.modules["_cffi_backend"].FFI()
         kind = ffi.typeof(value)
-        if kind.kind != "function":
+        if kind.kind != "function" or kind.ellipsis:
             raise invalid(name, _checks.describe(value), f"a C function {signature}")
         address = int(ffi.cast("intptr_t", value))
         kinds = [
@@ -246,6 +246,8 @@ def c_function(name: str, value: Any, signature: str) -> CFunction | None:
         ]
     elif isinstance(getattr(value, "address", None), int):
         address = value.address
+        if not 0 < address < 2**64:
+            raise invalid(name, f"address {address}", f"the address of a C function {signature}")
     else:
         return None
     if not address:

@@ -36,6 +36,9 @@ except ImportError as error:  # the reason is shown by available_backends()
 else:
     _import_error = None
 
+#: Of ``c_src/abi/status.def``.
+_WORKSPACE_TOO_SMALL = 2
+
 _FAMILIES = {None: 0, "prefill": 1, "decode": 2}
 
 #: Whether this process was forked from one that had loaded the library: an OpenMP pool does not
@@ -239,13 +242,11 @@ class CBackend:
         """Fill ``args.out`` and ``args.lse``."""
         isa, _ = choose_isa(args.isa)
         call = _attention_call(args, isa)
-        if args.workspace is not None:
-            plan = self._plan(call)
-            if args.workspace.nbytes < plan.workspace_bytes:
-                raise invalid(
-                    "workspace", f"{args.workspace.nbytes} bytes", f"at least {plan.workspace_bytes}"
-                )
-        _check(lib.pf_attention(call))
+        status = lib.pf_attention(call)
+        if args.workspace is not None and status == _WORKSPACE_TOO_SMALL:  # nothing has been done
+            needed = self._plan(call).workspace_bytes
+            raise invalid("workspace", f"{args.workspace.nbytes} bytes", f"at least {needed}")
+        _check(status)
 
     def merge_states(self, args: MergeArgs) -> None:
         """Fill ``args.out`` and ``args.lse``."""

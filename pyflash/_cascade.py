@@ -179,10 +179,14 @@ def _rest(whole: AttentionArgs, own: AttentionArgs, shared_len: int, out: Array,
             return None
         return _renamed(function, lambda b, h, query, key: (b, h, query + shared_len, key + shared_len))
 
+    spans = None
+    if whole.spans is not None:
+        lo, hi = (end.astype(np.int64) - shared_len for end in whole.spans)  # an int32 could wrap around
+        spans = lo, hi
     return own._replace(
         out=out,
         lse=lse,
-        spans=None if whole.spans is None else (whole.spans[0] - shared_len, whole.spans[1] - shared_len),
+        spans=spans,
         bias=None if whole.bias is None else whole.bias[..., shared_len:],
         mask=None if whole.mask is None else whole.mask[..., shared_len:],
         sink_tokens=max(0, whole.sink_tokens - shared_len),

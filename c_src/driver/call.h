@@ -23,6 +23,7 @@ typedef struct pf_sequence {
     int64_t q_batch, q_token;   /* place of its first query */
     int64_t kv_batch, kv_token; /* place of its first key, unless paged */
     int64_t num_queries, num_rows;
+    int64_t group; /* query heads per key/value head */
     pf_mask mask;
     int decode;          /* which family */
     int64_t num_splits;  /* asked for, but no more than there are keys; 0: the family's own borders */
@@ -97,7 +98,8 @@ static inline pf_sequence pf_get_sequence(const pf_attention_call *call, int64_t
                   .lo = pf_ends_of(&call->span_lo, s.q_batch, s.q_token),
                   .hi = pf_ends_of(&call->span_hi, s.q_batch, s.q_token),
                   .causal = call->causal};
-    s.num_rows = call->num_kv_heads ? s.num_queries * (call->num_heads / call->num_kv_heads) : 0;
+    s.group = call->num_kv_heads ? call->num_heads / call->num_kv_heads : 1;
+    s.num_rows = call->num_kv_heads ? s.num_queries * s.group : 0;
     s.decode = call->family ? call->family == PF_FAMILY_DECODE : s.num_rows <= PF_DECODE_MAX_ROWS;
     s.num_splits = pf_min(call->num_splits, pf_max(num_keys, 1));
     s.end_split = pf_max(s.num_splits, 1);

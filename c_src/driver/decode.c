@@ -49,9 +49,16 @@ static int64_t padded(const pf_context *context, int64_t n) {
     return pf_round_up(n, context->kernels->lanes);
 }
 
+/* Scales of types whose numbers may be so large or small that the scale has to come before the product. */
+static int scales_rows(const pf_attention_call *call) {
+    const int32_t dtype = call->k.dtype;
+    return (call->k_scale.data || call->v_scale.data) &&
+           (dtype == PF_F64 || dtype == PF_F32 || dtype == PF_BF16);
+}
+
 /* Kernels take rows of unit stride, keys and values of one type. */
 static int copies_keys(const pf_attention_call *call, double value_factor) {
-    return call->k.stride_dim != 1 || call->v.stride_dim != 1 || value_factor != 1.0;
+    return call->k.stride_dim != 1 || call->v.stride_dim != 1 || value_factor != 1.0 || scales_rows(call);
 }
 
 static int64_t carve(const pf_context *context, char *base, pf_scratch *s) {
@@ -125,31 +132,35 @@ static void load_queries(const pf_scratch *s, const pf_item *item) {
 
 /* Pointers to keys [lo, hi), at unit stride: where they lie, or gathered. Returns how many of the
  * keys behind, up to `end`, have pointers too. */
-static int64_t fetch_rows(const pf_item *item, const pf_tensor *t, int64_t lo, int64_t hi, int64_t end,
-                          int64_t width, double factor, void *copies, int64_t copy_stride,
-                          const void **rows) {
+static int64_t fetch_rows(const pf_scratch *s, const pf_item *item, const pf_tensor *t,
+                          const pf_tensor *scale, int64_t lo, int64_t hi, int64_t end, int64_t width,
+                          double factor, void *copies, int64_t copy_stride, const void **rows) {
     const pf_context *context = item->context;
     if (!copies_keys(context->call, item->value_factor)) {
         const int64_t ahead = pf_min(end - hi, PF_ROWS_AHEAD);
         pf_key_rows(context->call, t, item->sequence, item->kv_head, lo, hi + ahead, rows);
         return ahead;
     }
+    const int scaled = scales_rows(context->call) && scale->data;
     pf_key_rows(context->call, t, item->sequence, item->kv_head, lo, hi, rows);
+    if (scaled)
+        pf_key_rows(context->call, scale, item->sequence, item->kv_head, lo, hi, s->scale_rows);
     for (int64_t j = 0; j < hi - lo; j++) {
         char *copy = (char *)copies + j * copy_stride * context->elem_bytes;
+        const double whole = scaled ? factor * *(const float *)s->scale_rows[j] : factor;
         context->kernels->load_row(copy, rows[j], t->stride_dim, width, t->dtype);
-        if (factor != 1.0)
-            context->kernels->state_scale(copy, width, factor);
+        if (whole != 1.0)
+            context->kernels->state_scale(copy, width, whole);
         rows[j] = copy;
     }
     return 0;
 }
 
-/* Scales of keys, as reals in a row; null where there are none. */
+/* Scales of keys that kernels apply, as reals in a row; null where there are none. */
 static const void *fetch_scales(const pf_scratch *s, const pf_item *item, const pf_tensor *t, pf_span keys,
                                 void *scales) {
     const pf_context *context = item->context;
-    if (!t->data)
+    if (!t->data || scales_rows(context->call))
         return 0;
     pf_key_rows(context->call, t, item->sequence, item->kv_head, keys.lo, keys.hi, s->scale_rows);
     for (int64_t j = 0; j < keys.hi - keys.lo; j++) {
@@ -180,11 +191,12 @@ static int fetch_terms(const pf_scratch *s, const pf_item *item, pf_span present
     block->terms = 0;
     if (!context->changes && !context->hides)
         return 1;
-    pf_fill_terms(context, &s->terms, item->sequence, item->kv_head, item->first, item->num_rows, lo, terms);
+    pf_fill_terms(context, &s->terms, item->sequence, item->kv_head, item->first, item->num_rows, lo, lo,
+                  terms);
     if (context->hides) {
         int alike;
         const int added = pf_fill_added(context, &s->terms, item->sequence, item->kv_head, item->first,
-                                        item->num_rows, present, &alike);
+                                        item->num_rows, present, 0, &alike);
         if (added == PF_ALL_HIDDEN)
             return 0;
         terms->added_rows = added == PF_SOMETHING_ADDED ? s->terms.added_rows : 0;
@@ -213,10 +225,11 @@ static void run_side(const pf_scratch *s, const pf_item *item, pf_span split, in
         const pf_span present = pf_clip(any, lo, lo + tile);
         if (!fetch_terms(s, item, present, lo, &terms, block))
             continue;
-        const int64_t k_ahead = fetch_rows(item, &call->k, present.lo, present.hi, any.hi, call->head_dim,
-                                           1.0, s->k_copies, s->q_stride, s->k_rows);
-        const int64_t v_ahead = fetch_rows(item, &call->v, present.lo, present.hi, any.hi, call->head_dim_v,
-                                           item->value_factor, s->v_copies, s->o_stride, s->v_rows);
+        const int64_t k_ahead = fetch_rows(s, item, &call->k, &call->k_scale, present.lo, present.hi, any.hi,
+                                           call->head_dim, 1.0, s->k_copies, s->q_stride, s->k_rows);
+        const int64_t v_ahead =
+            fetch_rows(s, item, &call->v, &call->v_scale, present.lo, present.hi, any.hi, call->head_dim_v,
+                       item->value_factor, s->v_copies, s->o_stride, s->v_rows);
         block->num_ahead = (int32_t)pf_min(k_ahead, v_ahead);
         block->key_lo = (int32_t)(present.lo - lo);
         block->key_hi = (int32_t)(present.hi - lo);

@@ -74,15 +74,18 @@ typedef struct pf_terms_scratch {
 void pf_carve_terms(const pf_context *context, char **at, int64_t num_rows, int64_t row_stride,
                     pf_terms_scratch *scratch);
 
-/* terms.c: everything of pf_terms but `added`, for rows [first, first + num_rows) of a key/value head. */
+/* terms.c: everything of pf_terms but what is added, for rows [first, first + num_rows) of a key/value
+ * head and a tile that begins with key `first_key`; `border` is where tiles begin for all rows. */
 void pf_fill_terms(const pf_context *context, const pf_terms_scratch *scratch, const pf_sequence *s,
-                   int64_t kv_head, int64_t first, int64_t num_rows, int64_t first_key, pf_terms *terms);
+                   int64_t kv_head, int64_t first, int64_t num_rows, int64_t border, int64_t first_key,
+                   pf_terms *terms);
 
 /* terms.c: what is added to the scores of these rows against `keys`, to scratch->added_rows; `alike` is
- * whether it is the same for all. Returns whether anything is. */
+ * whether it is the same for all, `in_place` whether they may lie in the caller's arrays, which end
+ * where the keys end. Returns whether anything is. */
 enum { PF_NOTHING_ADDED, PF_SOMETHING_ADDED, PF_ALL_HIDDEN };
 int pf_fill_added(const pf_context *context, const pf_terms_scratch *scratch, const pf_sequence *s,
-                  int64_t kv_head, int64_t first, int64_t num_rows, pf_span keys, int *alike);
+                  int64_t kv_head, int64_t first, int64_t num_rows, pf_span keys, int in_place, int *alike);
 
 /* terms.c: whether a row sees a key at all, or one of some that lie within its span; whether it does
  * not see one of those; and whether a tile that reads the keys `touched` may read one that the row

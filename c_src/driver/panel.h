@@ -161,18 +161,18 @@ static inline void pf_fetch_panel_keys(const pf_panel_scratch *s, const pf_block
 
 /* The terms of a panel against keys of a tile; false if they hide all of them. */
 static inline int pf_fetch_panel_terms(const pf_panel_scratch *s, const pf_block *block,
-                                       const pf_panel *panel, pf_span keys, pf_terms *terms,
+                                       const pf_panel *panel, pf_span keys, int64_t border, pf_terms *terms,
                                        pf_prefill_tile *tile) {
     const pf_context *context = block->context;
     const int64_t width = panel->num_vectors * context->kernels->lanes, num_keys = keys.hi - keys.lo;
     if (!context->changes && !context->hides)
         return 1;
-    pf_fill_terms(context, &s->terms, block->sequence, block->kv_head, panel->first_row, width, keys.lo,
-                  terms);
+    pf_fill_terms(context, &s->terms, block->sequence, block->kv_head, panel->first_row, width, border,
+                  keys.lo, terms);
     if (context->hides) {
         int alike;
         const int added = pf_fill_added(context, &s->terms, block->sequence, block->kv_head, panel->first_row,
-                                        panel->num_rows, keys, &alike);
+                                        panel->num_rows, keys, 1, &alike);
         if (added == PF_ALL_HIDDEN)
             return 0;
         if (added == PF_SOMETHING_ADDED && alike) {
@@ -191,7 +191,7 @@ static inline int pf_fetch_panel_terms(const pf_panel_scratch *s, const pf_block
 /* The part of a tile that any row of a panel sees, ready for a kernel; false where there is none. Keys
  * are fetched when the first panel of a block needs them. */
 static inline int pf_prepare_tile(const pf_panel_scratch *s, const pf_block *block, const pf_panel *panel,
-                                  pf_span keys, int side, int *fetched, pf_terms *terms,
+                                  pf_span keys, int64_t border, int side, int *fetched, pf_terms *terms,
                                   pf_prefill_tile *tile) {
     const pf_context *context = block->context;
     const pf_attention_call *call = context->call;
@@ -219,7 +219,7 @@ static inline int pf_prepare_tile(const pf_panel_scratch *s, const pf_block *blo
                               .head_dim_v = call->head_dim_v,
                               .scale_log2 = context->scale.log2,
                               .num_vectors = panel->num_vectors};
-    if (!pf_fetch_panel_terms(s, block, panel, any, terms, tile))
+    if (!pf_fetch_panel_terms(s, block, panel, any, border, terms, tile))
         return 0;
     if (!*fetched)
         pf_fetch_panel_keys(s, block, keys);

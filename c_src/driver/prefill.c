@@ -61,7 +61,7 @@ static void run_side(const pf_scratch *s, const pf_block *block, pf_state state,
             const pf_state own = panel_state(block, &state, &panel);
             pf_terms terms;
             pf_prefill_tile tile;
-            if (!pf_prepare_tile(&s->panels, block, &panel, keys, side, &fetched, &terms, &tile))
+            if (!pf_prepare_tile(&s->panels, block, &panel, keys, lo, side, &fetched, &terms, &tile))
                 continue;
             tile.m = own.m;
             tile.l = own.l;

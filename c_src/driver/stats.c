@@ -114,12 +114,12 @@ static void take_row(const pf_context *context, const pf_stats_call *stats, cons
 
 /* The query rows of one panel against the keys of one tile. */
 static void take_panel(const pf_context *context, const pf_stats_call *stats, const pf_stats_scratch *s,
-                       const pf_block *block, pf_span keys, int side, int *fetched) {
+                       const pf_block *block, pf_span keys, int64_t border, int side, int *fetched) {
     const pf_panel panel = pf_get_panel(block, 0);
     pf_terms terms = context->terms;
     pf_prefill_tile tile;
     pf_pack_block(&s->panels, block);
-    if (!pf_prepare_tile(&s->panels, block, &panel, keys, side, fetched, &terms, &tile))
+    if (!pf_prepare_tile(&s->panels, block, &panel, keys, border, side, fetched, &terms, &tile))
         return;
     tile.terms = &terms; /* the kernel for scores alone always asks */
     context->kernels->score_tile(&tile);
@@ -139,7 +139,7 @@ static void take_panel(const pf_context *context, const pf_stats_call *stats, co
 }
 
 static void take_tile(const pf_context *context, const pf_stats_call *stats, const pf_stats_scratch *s,
-                      const pf_sequence *sequence, int64_t kv_head, pf_span keys, int side) {
+                      const pf_sequence *sequence, int64_t kv_head, pf_span keys, int64_t border, int side) {
     const pf_attention_call *call = stats->attention;
     const int64_t width = context->plan.panel_rows, group = pf_group(call),
                   stride = context->plan.tile_prefill;
@@ -153,7 +153,7 @@ static void take_tile(const pf_context *context, const pf_stats_call *stats, con
         pf_block block = pf_make_block(context, sequence, kv_head, first, end - first, 1.0);
         block.num_vectors = context->kernels->panel_vectors;
         block.num_panels = 1;
-        take_panel(context, stats, s, &block, keys, side, &fetched);
+        take_panel(context, stats, s, &block, keys, border, side, &fetched);
     }
     for (int64_t g = 0; stats->key_mass && g < group; g++) {
         const int64_t head = kv_head * group + g;
@@ -180,7 +180,7 @@ static void work(void *run_, int thread, int num_threads) {
             const pf_span any = pf_rows_any(call, &sequence, 0, sequence.num_rows, side);
             for (int64_t lo = any.lo / tile * tile; lo < any.hi; lo += tile)
                 take_tile(context, run->stats, &scratch, &sequence, item % call->num_kv_heads,
-                          pf_clip(any, lo, lo + tile), side);
+                          pf_clip(any, lo, lo + tile), lo, side);
         }
     }
 }

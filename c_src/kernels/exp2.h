@@ -1,28 +1,35 @@
-/* exp2 for weights and rescaling factors: 2^(t * c) for t * c <= 0.
+/* exp2 for weights and rescaling factors: 2^(t * c) for t * c <= 0, exactly 0 below 2^-RANGE.
+ *
+ * RANGE is far above the smallest number on purpose. Beside the largest weight of its row, which is 1,
+ * a weight of 2^-100 adds nothing to any sum; but times a value, or summed up from zero, it would be
+ * denormal, and each operation on such numbers costs as much as a hundred others.
  *
  * n = t * c rounded to an integer falls out of adding a magic number of which the last place is 1;
- * its low bits are n plus the exponent bias. f = t * c - n is exact in one fused operation, and a
- * polynomial gives 2^f on [-1/2, 1/2] (tools/exp2_polynomial.py). Its constant is exactly 1, so
- * 2^0 is 1 and 2^-inf is 0 without a test. The polynomial is multiplied by the float 2^n rather
- * than added to its exponent as an integer, which would turn a NaN into a number. */
+ * its low bits are n plus RANGE, the exponent field of 2^(n + RANGE - bias). f = t * c - n is exact in one
+ * fused operation, and a polynomial gives 2^f on [-1/2, 1/2] (tools/exp2_polynomial.py), times 2^(bias -
+ * RANGE). Its constant is exactly that, so 2^0 is 1 and 2^-inf is 0 without a test. The polynomial is
+ * multiplied by the float 2^n rather than added to its exponent as an integer, which would turn a NaN into a
+ * number. */
 #ifndef PF_KERNELS_EXP2_H
 #define PF_KERNELS_EXP2_H
 
 #define f32_LOWEST -3.4028234663852886e38f
-#define f32_EXPONENT_RANGE 127
-#define f32_MAGIC (12582912.0f + 127.0f)
+#define f32_RANGE 100
+#define f32_LIFT 0x1p27f /* 2^(127 - RANGE) */
+#define f32_MAGIC (12582912.0f + f32_RANGE)
 #define f64_LOWEST -1.7976931348623157e308
-#define f64_EXPONENT_RANGE 1023
-#define f64_MAGIC (6755399441055744.0 + 1023.0)
+#define f64_RANGE 900
+#define f64_LIFT 0x1p123 /* 2^(1023 - RANGE) */
+#define f64_MAGIC (6755399441055744.0 + f64_RANGE)
 
-/* 2^f on [-1/2, 1/2]: relative error 9.2e-8. */
+/* LIFT * 2^f on [-1/2, 1/2]: relative error 9.2e-8. */
 static inline f32_vec f32_exp2_fraction(f32_vec f) {
-    f32_vec p = f32_set1(0x1.5bba0ep-10f);
-    p = f32_fma(p, f, f32_set1(0x1.3cea88p-7f));
-    p = f32_fma(p, f, f32_set1(0x1.c6b752p-5f));
-    p = f32_fma(p, f, f32_set1(0x1.ebf9bcp-3f));
-    p = f32_fma(p, f, f32_set1(0x1.62e42ap-1f));
-    return f32_fma(p, f, f32_set1(1.0f));
+    f32_vec p = f32_set1(f32_LIFT * 0x1.5bba0ep-10f);
+    p = f32_fma(p, f, f32_set1(f32_LIFT * 0x1.3cea88p-7f));
+    p = f32_fma(p, f, f32_set1(f32_LIFT * 0x1.c6b752p-5f));
+    p = f32_fma(p, f, f32_set1(f32_LIFT * 0x1.ebf9bcp-3f));
+    p = f32_fma(p, f, f32_set1(f32_LIFT * 0x1.62e42ap-1f));
+    return f32_fma(p, f, f32_set1(f32_LIFT));
 }
 
 /* 2^f - 1 on the same interval: error 1.1e-8 relative to itself, near 0 too. */
@@ -51,7 +58,7 @@ static inline f64_vec f64_exp2_slope(f64_vec f) {
     return f64_fma(p, f, f64_set1(0x1.62e42fefa39efp-1));
 }
 static inline f64_vec f64_exp2_fraction(f64_vec f) {
-    return f64_fma(f64_exp2_slope(f), f, f64_set1(1.0));
+    return f64_mul(f64_fma(f64_exp2_slope(f), f, f64_set1(1.0)), f64_set1(f64_LIFT));
 }
 static inline f64_vec f64_exp2m1_fraction(f64_vec f) {
     return f64_mul(f64_exp2_slope(f), f);

@@ -5,12 +5,12 @@
 /* tanh by way of 2^t - 1, t = -2 |x| log2(e), which keeps its relative accuracy where x is small. */
 PF_INLINE V(vec) V(tanh)(V(vec) x) {
     const V(vec) factor = V(set1)((V(elem))2.8853900817779268147);
-    /* Beyond 40 tanh is 1 in either type, and 2^n has to stay a number. */
-    const V(vec) y = V(max)(V(set1)(-40), V(sub)(V(zero)(), V(abs)(x)));
+    /* Beyond 30 tanh is 1 in either type, and 2^n has to stay a number. */
+    const V(vec) y = V(max)(V(set1)(-30), V(sub)(V(zero)(), V(abs)(x)));
     const V(vec) z = V(fma)(y, factor, V(set1)(V(MAGIC)));
     const V(vec) n = V(sub)(z, V(set1)(V(MAGIC)));
     const V(vec) f = V(fma)(y, factor, V(sub)(V(zero)(), n));
-    const V(vec) power = V(exponent)(z), one = V(set1)(1);
+    const V(vec) power = V(mul)(V(exponent)(z), V(set1)(V(LIFT))), one = V(set1)(1);
     const V(vec) less = V(fma)(power, V(exp2m1_fraction)(f), V(sub)(power, one)); /* e^(-2|x|) - 1 */
     const V(vec) t = V(div)(V(sub)(V(zero)(), less), V(add)(less, V(set1)(2)));
     return V(copysign)(t, x);
@@ -22,13 +22,23 @@ typedef struct V(terms) {
 } V(terms);
 
 PF_INLINE V(terms) V(terms_of)(const pf_terms *t) {
-    return (V(terms)){V(set1)((V(elem))t->scale), V(set1)((V(elem))t->softcap),
-                      V(set1)((V(elem))(t->softcap > 0 ? 1 / t->softcap : 0))};
+    /* A cap and its inverse are numbers of the type; beyond these ends a cap makes no difference that
+     * any weight would show. */
+    const double largest = sizeof(V(elem)) == 4 ? 1e30 : 1e300, cap = t->softcap;
+    const double held = cap > largest ? largest : cap < 1 / largest ? 1 / largest : cap;
+    return (V(terms)){V(set1)((V(elem))t->scale), V(set1)((V(elem))held), V(set1)((V(elem))(1 / held))};
 }
 
 PF_INLINE V(vec) V(scaled_and_capped)(V(vec) s, const pf_terms *t, const V(terms) * c) {
     s = V(mul)(s, c->scale);
     return t->softcap > 0 ? V(mul)(V(tanh)(V(mul)(s, c->inverse_cap)), c->cap) : s;
+}
+
+/* What is finite stays so in a narrower type. */
+PF_INLINE V(elem) V(narrow)(double x) {
+    const double lowest = V(LOWEST);
+    const V(elem) narrow = (V(elem))x;
+    return __builtin_isinf(narrow) && !__builtin_isinf(x) ? (V(elem))(x < 0 ? lowest : -lowest) : narrow;
 }
 
 /* -inf hides, whatever the score is; anything finite stays a number, as low as it may be. */
@@ -65,12 +75,13 @@ static __attribute__((noinline)) void V(panel_terms)(const pf_prefill_tile *tile
             if (t->score_mod) {
                 V(store)(place, s);
                 for (int i = 0; i < V(LANES); i++)
-                    place[i] = (V(elem))t->score_mod(place[i], t->batch, t->head[first + i],
-                                                     t->position[first + i], t->first_key + j);
+                    place[i] = V(narrow)(t->score_mod(place[i], t->batch, t->head[first + i],
+                                                      t->position[first + i], t->first_key + j));
                 s = V(load)(place);
             }
             if (slopes) {
-                const V(vec) away = V(abs)(V(sub)(V(load)(distance + first), V(set1)((V(elem))j)));
+                const V(vec) away =
+                    V(abs)(V(sub)(V(load)(distance + first), V(set1)((V(elem))(t->tile_key + j))));
                 s = V(sub)(s, V(mul)(V(load)(slopes + first), away));
             }
             if (added)
@@ -103,8 +114,8 @@ static __attribute__((noinline)) void V(row_terms)(const pf_decode_block *block,
         if (t->score_mod) {
             V(store)(scores + j, s);
             for (int64_t i = pf_max(j, block->key_lo); i < pf_min(j + V(LANES), block->key_hi); i++)
-                scores[i] =
-                    (V(elem))t->score_mod(scores[i], t->batch, t->head[r], t->position[r], t->first_key + i);
+                scores[i] = V(narrow)(
+                    t->score_mod(scores[i], t->batch, t->head[r], t->position[r], t->first_key + i));
             s = V(load)(scores + j);
         }
         if (t->slopes) {
@@ -132,8 +143,15 @@ static void V(hide)(void *row_, const uint8_t *seen, int64_t stride, int64_t n) 
 
 static int64_t V(count_hidden)(const void *row_, int64_t n) {
     const V(elem) *row = row_;
-    int32_t hidden = 0; /* of a tile, which has fewer keys than that */
-    for (int64_t j = 0; j < n; j++)
+    const V(vec) lowest = V(set1)(V(LOWEST)), one = V(set1)(1), zero = V(zero)();
+    V(vec) sums[2] = {zero, zero}; /* of a tile, whose keys any type counts exactly */
+    int64_t j = 0;
+    for (; j + 2 * V(LANES) <= n; j += 2 * V(LANES)) {
+        sums[0] = V(add)(sums[0], V(where_below)(V(load)(row + j), lowest, one, zero));
+        sums[1] = V(add)(sums[1], V(where_below)(V(load)(row + j + V(LANES)), lowest, one, zero));
+    }
+    int64_t hidden = (int64_t)V(reduce_add)(V(add)(sums[0], sums[1]));
+    for (; j < n; j++)
         hidden += row[j] < V(LOWEST);
     return hidden;
 }

@@ -9,7 +9,7 @@ typedef struct V(weights) {
 } V(weights);
 
 PF_INLINE V(weights) V(weights_of)(double scale_log2) {
-    return (V(weights)){V(set1)((V(elem))scale_log2), V(set1)((V(elem))(-V(EXPONENT_RANGE) / scale_log2))};
+    return (V(weights)){V(set1)((V(elem))scale_log2), V(set1)((V(elem))(-V(RANGE) / scale_log2))};
 }
 
 /* exp2(t * factor) for t <= 0; -inf gives exactly 0, NaN stays NaN. */

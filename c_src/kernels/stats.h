@@ -12,7 +12,7 @@ static void V(probabilities)(const pf_prefill_tile *tile, double factor, const v
     const V(vec) hidden = V(set1)(-(V(elem))__builtin_inff()), nothing = V(set1)(-(V(elem))0.0);
     /* What is far above its log-sum-exp belongs to another call: infinite, not wrapped around. */
     const V(vec) infinite = V(set1)((V(elem))__builtin_inff());
-    const V(vec) limit = V(set1)((V(elem))(V(EXPONENT_RANGE) * 0.69));
+    const V(vec) limit = V(set1)((V(elem))(V(RANGE) * 0.69));
     for (int w = 0; w < num_vectors; w++) {
         const V(vec) sum = V(load)((const V(elem) *)lse + w * V(LANES));
         V(vec) top = hidden, spread = zero;
@@ -21,7 +21,7 @@ static void V(probabilities)(const pf_prefill_tile *tile, double factor, const v
             const V(vec) s = V(mul)(V(load)(place), scale);
             const V(vec) t = V(where_below)(s, lowest, hidden, V(sub)(s, sum));
             const V(vec) p = V(where_below)(limit, t, infinite, V(weight)(t, natural));
-            top = V(max)(top, s);
+            top = V(where_below)(top, infinite, V(max)(top, s), top); /* NaN stays */
             spread = V(sub)(spread, V(where_below)(s, lowest, zero, V(mul)(p, t)));
             V(store)(place, V(where_below)(s, lowest, nothing, p));
         }

@@ -18,8 +18,10 @@ typedef struct pf_terms {
     double (*score_mod)(double score, int64_t batch, int64_t head, int64_t query, int64_t key);
     const int64_t *head, *position; /* of each row; only for score_mod */
     int64_t batch, first_key;       /* number of the tile's key 0; only for score_mod */
-    const void *slopes;             /* real, one per row, or null */
-    const void *distance;           /* real, one per row: its position minus that of key 0 */
+    int64_t tile_key;     /* keys between the border that `distance` counts from and the tile's key 0 */
+    const void *slopes;   /* real, one per row, or null */
+    const void *distance; /* real, one per row: its position minus that of a border, the same for all
+                             rows that may meet the tile: it may have to be rounded */
     /* Added to scores, reals, -inf hides the key; null: nothing. Of a panel shaped as the scores, or,
      * where all rows have the same, one row; of a block a row for each, from key_lo on. */
     const void *added, *added_to_all;
