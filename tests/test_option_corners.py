@@ -135,7 +135,7 @@ def test_functions_that_are_none(c_backend):
 
     q = np.ones((1, 2, 1, 4), F4)
     with pytest.raises(
-        pyflash.InvalidArgument, match="^score_mod: found address -5, expected the address of"
+        pyflash.InvalidArgument, match=r"^score_mod: found address -5, expected the address of"
     ):
         pyflash.flash_attention(q, q, q, score_mod=Bogus(), **c_backend.kwargs)
     cffi = pytest.importorskip("cffi")
