@@ -13,12 +13,13 @@ import argparse
 import json
 import os
 import statistics
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from bench import CPUS, machine, measure
+from bench import CPUS, machine
 
 import pyflash
 
@@ -105,6 +106,19 @@ def groups(threads: int) -> Iterator[tuple[str, dict[str, Callable[[], Any]]]]:
                 stored_k, stored_v, keywords = quantised(k, v, dtype)
                 calls[f"keys in {dtype}, a scale per token"] = call(stored_k, stored_v, **keywords)
         yield name, calls
+
+
+def measure(calls: dict[str, Callable[[], Any]], seconds: float) -> dict[str, list[float]]:
+    """Time the calls round by round in random order, so that none always finds the same cache."""
+    rng = np.random.default_rng(0)
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    start = time.perf_counter()
+    while len(times["plain"]) < 5 or time.perf_counter() - start < seconds:
+        for name in rng.permutation(list(calls)):
+            begin = time.perf_counter()
+            calls[name]()
+            times[name].append(time.perf_counter() - begin)
+    return times
 
 
 def main() -> None:
