@@ -268,8 +268,9 @@ def _call(
     head_dim_v = _check_shapes(queries, keys)
     inputs = {}
     if options["out"] is not None or options["workspace"] is not None:  # which must not overlap them
-        arrays = {"q": queries, keys.names[0]: keys.canonical[0], keys.names[1]: keys.canonical[1]}
-        inputs = _arrays_of({**arrays, **index}, given)
+        inputs = {"q": queries, keys.names[0]: keys.canonical[0], keys.names[1]: keys.canonical[1]}
+        _add_arrays(inputs, index)
+        _add_arrays(inputs, given)
     out = _provide_out(options["out"], options["out_dtype"], q, (*q.shape[:-1], head_dim_v), inputs)
     lse = lse_view = None
     if _checks.flag("return_lse", options["return_lse"]):
@@ -334,14 +335,14 @@ def _storage_scale(name: str, options: dict[str, Any], keys: _Keys, which: int) 
     return _args_terms.scale_of(name, options[name], keys.given[which], shape, keys.to_canonical)
 
 
-def _arrays_of(inputs: dict[str, Any], given: dict[str, Any]) -> dict[str, Array]:
-    """Return every array that a call reads, by the name of its argument."""
-    found = {**inputs, **given}
-    spans = given.get("spans")
-    if isinstance(spans, (tuple, list)):
-        found.update((f"spans[{i}]", end) for i, end in enumerate(spans))
-    outputs = ("out", "workspace")
-    return {name: x for name, x in found.items() if isinstance(x, np.ndarray) and name not in outputs}
+def _add_arrays(inputs: dict[str, Array], given: dict[str, Any]) -> None:
+    """Add every array that a call reads by the name of its argument."""
+    for name, x in given.items():
+        if isinstance(x, np.ndarray):
+            if name not in ("out", "workspace"):
+                inputs[name] = x
+        elif name == "spans" and isinstance(x, (tuple, list)):
+            inputs.update((f"spans[{i}]", end) for i, end in enumerate(x) if isinstance(end, np.ndarray))
 
 
 def _refuse_foreign(given: dict[str, Any], backend: str) -> None:
@@ -396,7 +397,8 @@ def _provide_out(
     wanted = None if out_dtype is None else _checks.dtype_named("out_dtype", out_dtype)
     if out is None:
         return np.empty(shape, q.dtype if wanted is None else wanted)
-    array, _ = _checks.float_array("out", out, {len(shape): str(shape)})
+    axes = {len(shape): "" if isinstance(out, np.ndarray) and out.ndim == len(shape) else str(shape)}
+    array, _ = _checks.float_array("out", out, axes)
     if array.shape != shape:
         raise invalid("out", f"shape {array.shape}", f"shape {shape}")
     if wanted is not None and array.dtype != wanted:

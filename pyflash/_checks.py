@@ -34,10 +34,11 @@ def describe(value: object) -> str:
 
 def plain_array(name: str, value: object, axes: dict[int, str]) -> Array:
     """Return `value` as a plain array; `axes` maps each allowed number of axes to their names."""
-    if isinstance(value, np.ma.MaskedArray):
-        raise invalid(name, "a masked array", "a plain array: its mask would be lost")
-    if not isinstance(value, np.ndarray):
-        raise invalid(name, describe(value), "a NumPy array")
+    if type(value) is not np.ndarray:
+        if isinstance(value, np.ma.MaskedArray):
+            raise invalid(name, "a masked array", "a plain array: its mask would be lost")
+        if not isinstance(value, np.ndarray):
+            raise invalid(name, describe(value), "a NumPy array")
     if value.ndim not in axes:
         raise invalid(name, f"shape {value.shape}", "shape " + " or ".join(axes.values()))
     if not value.dtype.isnative:
