@@ -150,7 +150,7 @@ def _check_finite(rows: dict[str, Array | None], written: Array, dtype: str) -> 
     """Refuse what integers cannot hold, in the rows of tokens that are written."""
     for name, x in rows.items():
         if x is not None and not np.isfinite(x[written]).all():
-            raise invalid(name, "NaN or Inf", f"finite numbers for a {dtype} cache of a fixed scale")
+            raise invalid(name, "NaN or Inf", f"finite numbers for a cache of {dtype} with a fixed scale")
 
 
 def _given_slots(slots: Any, k: Array, cache: Array) -> Array:

@@ -52,9 +52,10 @@ def broadcast_term(name: str, value: Any, extent: Extent) -> Array | None:
     if name == "mask":
         array = _checks.plain_array(name, value, _TERM_AXES)
         if array.dtype != np.bool_:
-            raise invalid(
-                name, f"dtype {array.dtype}", "bool, True where a key may be seen; numbers go to bias"
-            )
+            hint = "; numbers go to bias"
+            if array.dtype.kind in "iu":
+                hint = ": of zeros and ones, mask.astype(bool)"
+            raise invalid(name, f"dtype {array.dtype}", "bool, True where a key may be seen" + hint)
     else:
         array, _ = _checks.float_array(name, value, _TERM_AXES)
     longest = int(np.max(extent.lengths, initial=0))
@@ -192,7 +193,9 @@ def _ancestors(parents: Array) -> Array:
     if bad.any():
         b, i = (int(x) for x in np.argwhere(bad)[0])
         raise invalid(
-            f"tree[{b}, {i}]", int(parents[b, i]), f"-1 to {i - 1}: a parent comes before its children"
+            f"tree[{b}, {i}]",
+            int(parents[b, i]),
+            ("-1" if i == 0 else f"-1 to {i - 1}") + ": a parent comes before its children",
         )
     seen = np.zeros((batch, num_draft, num_draft), dtype=bool)
     sequence = np.arange(batch)
@@ -222,7 +225,7 @@ def user_function(name: str, value: Any, backend: str) -> UserFunction | None:
             name,
             "a Python function",
             f"the {backend} backend",
-            f"give a C function {signature} made by cffi, ctypes or numba.cfunc, or use backend='numpy'",
+            f"use backend='numpy', or give a C function {signature} made by cffi, ctypes or numba.cfunc",
         )
     return found
 

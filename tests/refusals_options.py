@@ -131,7 +131,8 @@ DENSE_OPTIONS = {
     "mask True": (arrays(mask=True), "mask: found True (bool), expected a NumPy array"),
     "mask of integers": (
         arrays(mask=np.ones((3, 5), np.uint8)),
-        "mask: found dtype uint8, expected bool, True where a key may be seen; numbers go to bias",
+        "mask: found dtype uint8, expected bool, True where a key may be seen: of zeros and ones, "
+        "mask.astype(bool)",
     ),
     "mask of floats": (
         arrays(mask=np.ones((3, 5), F4)),
@@ -284,11 +285,11 @@ DENSE_OPTIONS = {
     ),
     "tree with itself as parent": (
         arrays(tree=np.array([[-1, 0, 1], [0, 0, 0]])),
-        "tree[1, 0]: found 0, expected -1 to -1: a parent comes before its children",
+        "tree[1, 0]: found 0, expected -1: a parent comes before its children",
     ),
     "tree below -1": (
         arrays(tree=np.array([[-1, 0, 1], [-2, 0, 0]])),
-        "tree[1, 0]: found -2, expected -1 to -1: a parent comes before its children",
+        "tree[1, 0]: found -2, expected -1: a parent comes before its children",
     ),
     "k_scale a string": (arrays(k_scale="1"), "k_scale: found '1' (str), expected a finite number"),
     "k_scale a bool": (arrays(k_scale=True), "k_scale: found True (bool), expected a finite number"),

@@ -91,7 +91,7 @@ def int8_append(any_isa, **more):
 def test_a_rotation_that_integers_cannot_hold(any_isa, table, value):
     tables = {"cos": np.ones((8, 2)), "sin": np.zeros((8, 2))}
     tables[table][0, 1] = value
-    message = f"^{table}: found NaN or Inf, expected finite numbers for a int8 cache of a fixed scale$"
+    message = f"^{table}: found NaN or Inf, expected finite numbers for a cache of int8 with a fixed scale$"
     with pytest.raises(pyflash.InvalidArgument, match=message):
         int8_append(any_isa, **tables)
     tables[table][0, 1] = 0.5

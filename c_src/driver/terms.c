@@ -141,6 +141,21 @@ static void fill_row(const pf_context *context, const pf_sequence *s, const pf_r
         }
 }
 
+/* A bool mask alone is first looked at as it is: most tiles of most masks show all or nothing. */
+static int mask_summary(const pf_context *context, const pf_sequence *s, int64_t kv_head, int64_t first,
+                        int64_t num_rows, pf_span keys) {
+    const int64_t n = keys.hi - keys.lo, step = context->call->mask.stride_dim;
+    int64_t unseen = 0, unseen_in_row = 0;
+    pf_row row = get_row(context, s, kv_head, first), before = row;
+    for (int64_t r = 0; r < num_rows; r++, before = row, next_row(context, s, kv_head, &row)) {
+        if (r == 0 || row.mask != before.mask)
+            unseen_in_row =
+                context->kernels->count_unseen((const uint8_t *)row.mask + keys.lo * step, step, n);
+        unseen += unseen_in_row;
+    }
+    return unseen == 0 ? PF_NOTHING_ADDED : unseen == num_rows * n ? PF_ALL_HIDDEN : PF_SOMETHING_ADDED;
+}
+
 int pf_fill_added(const pf_context *context, const pf_terms_scratch *scratch, const pf_sequence *s,
                   int64_t kv_head, int64_t first, int64_t num_rows, pf_span keys, int in_place, int *alike) {
     const pf_attention_call *call = context->call;
@@ -149,8 +164,13 @@ int pf_fill_added(const pf_context *context, const pf_terms_scratch *scratch, co
     in_place = in_place && !call->mask.data && !call->tree && !call->mask_mod && call->bias.stride_dim == 1 &&
                call->bias.dtype == context->compute_dtype && (uintptr_t)call->bias.data % e == 0;
     int64_t hidden = 0, hidden_in_row = 0;
-    pf_row row = get_row(context, s, kv_head, first), before = row;
     *alike = 1;
+    if (call->mask.data && !call->bias.data && !call->tree && !call->mask_mod) {
+        const int summary = mask_summary(context, s, kv_head, first, num_rows, keys);
+        if (summary != PF_SOMETHING_ADDED)
+            return summary;
+    }
+    pf_row row = get_row(context, s, kv_head, first), before = row;
     for (int64_t r = 0; r < num_rows; r++, before = row, next_row(context, s, kv_head, &row)) {
         char *out = (char *)scratch->added + r * scratch->row_stride * e;
         /* Zero strides: the same addresses hold the same. */

@@ -71,6 +71,7 @@ static void f64_decode_block(const pf_decode_block *block) {
         .unpack_rows = real##_unpack_rows,                                                                   \
         .load_row = real##_load_row,                                                                         \
         .store_row = real##_store_row,                                                                       \
+        .count_unseen = real##_count_unseen,                                                                 \
         .hide = real##_hide,                                                                                 \
         .count_hidden = real##_count_hidden,                                                                 \
         .exp2_array = real##_exp2_array,                                                                     \

@@ -141,6 +141,20 @@ static void V(hide)(void *row_, const uint8_t *seen, int64_t stride, int64_t n) 
             row[j] = seen[j * stride] ? row[j] : hidden;
 }
 
+static int64_t V(count_unseen)(const uint8_t *seen, int64_t stride, int64_t n) {
+    int64_t unseen = 0;
+    for (int64_t j = 0; j < n && stride != 1; j++)
+        unseen += !seen[j * stride];
+    for (int64_t j = 0; j < n && stride == 1; j += 128) { /* bytes count bytes, up to 255 of them */
+        const int64_t end = j + 128 < n ? j + 128 : n;
+        uint8_t part = 0;
+        for (int64_t i = j; i < end; i++)
+            part += seen[i] == 0;
+        unseen += part;
+    }
+    return unseen;
+}
+
 static int64_t V(count_hidden)(const void *row_, int64_t n) {
     const V(elem) *row = row_;
     const V(vec) lowest = V(set1)(V(LOWEST)), one = V(set1)(1), zero = V(zero)();

@@ -104,7 +104,8 @@ typedef struct pf_real_kernels {
     void (*load_row)(void *row, const void *x, int64_t stride, int64_t n, int32_t dtype);
     void (*store_row)(void *x, int64_t stride, const void *row, int64_t n, int32_t dtype);
 
-    /* Rows of pf_terms.added: hide keys whose byte is 0; count the hidden ones. */
+    /* Bytes that are 0; rows of what is added: hide keys whose byte is 0, count the hidden ones. */
+    int64_t (*count_unseen)(const uint8_t *seen, int64_t stride, int64_t n);
     void (*hide)(void *row, const uint8_t *seen, int64_t stride, int64_t n);
     int64_t (*count_hidden)(const void *row, int64_t n);
 
