@@ -101,7 +101,8 @@ def naive_attention(
     """Textbook attention that materialises the score matrix: the definition, and the oracle.
 
     Takes what `flash_attention` takes, but for the options of kernels, and needs O(N^2) memory. It
-    exists in NumPy only, whatever `use_backend` says, and computes in float64.
+    exists in NumPy only, whatever `use_backend` says, and computes in float64; so `score_mod` and
+    `mask_mod` are functions of arrays here.
 
     Parameters
     ----------

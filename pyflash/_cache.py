@@ -46,7 +46,7 @@ class PagedKVCache:
     dtype : str or numpy.dtype, default "float32"
         "float64", "float32", "float16" or "bfloat16" (the last needs ``ml_dtypes``); or quantised:
         "int8", "int4", "float8_e4m3fn" or "float8_e5m2", with a scale per token and head that is
-        chosen when they are appended.
+        chosen when they are appended. Without `options` attention would take the codes for numbers.
     cache_layout : {"nhd", "hnd"}, default "nhd"
         Order of the axes of `k_cache` and `v_cache` behind the layer: ``(num_pages, page_size,
         num_kv_heads, head_dim)`` or ``(num_pages, num_kv_heads, page_size, head_dim)``. To be
@@ -98,7 +98,8 @@ class PagedKVCache:
     ([[0, 1], [0, 2]], [5, 6])
     >>> q = np.ones((2, 4, 16), np.float32)
     >>> out = pyflash.paged_attention(
-    ...     q, cache.k_cache[0], cache.v_cache[0], cache.block_table([a, b]), cache.seq_lens([a, b]))
+    ...     q, cache.k_cache[0], cache.v_cache[0], cache.block_table([a, b]), cache.seq_lens([a, b]),
+    ...     **cache.options(0))
     >>> out.shape
     (2, 4, 16)
     """
@@ -258,7 +259,8 @@ class PagedKVCache:
         ...         q = k = v = np.ones((4, 1, 8), np.float32)
         ...         k_cache, v_cache = step.append(layer, k, v)
         ...         out = pyflash.paged_attention(q, k_cache, v_cache, step.block_table, step.seq_lens,
-        ...                                       cu_seqlens_q=step.cu_seqlens, causal=True)
+        ...                                       cu_seqlens_q=step.cu_seqlens, causal=True,
+        ...                                       **cache.options(layer))
         >>> cache.seq_lens(seqs).tolist()
         [3, 1]
         """
