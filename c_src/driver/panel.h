@@ -38,9 +38,14 @@ typedef struct pf_panel {
     int64_t first_row; /* of the key/value head */
 } pf_panel;
 
-/* Kernels take rows of the compute type, of unit stride, aligned to their elements, without scales. */
-static inline int pf_copies_rows(const pf_context *context, const pf_tensor *t, const pf_tensor *scale) {
-    return t->dtype != context->compute_dtype || t->stride_dim != 1 || scale->data ||
+/* Kernels take rows of the compute type, of unit stride, aligned to their elements, without scales.
+ * Rows with those of other heads between them are copied too, unless they are so short that fetching
+ * them twice costs more: rows a power of two apart share few sets of the first cache, from which each
+ * of them is read again for every panel. */
+static inline int pf_copies_rows(const pf_context *context, const pf_tensor *t, const pf_tensor *scale,
+                                 int64_t width) {
+    const int far_apart = t->stride_token >= 2 * width && width * context->elem_bytes >= 256;
+    return t->dtype != context->compute_dtype || t->stride_dim != 1 || scale->data || far_apart ||
            (uintptr_t)t->data % context->elem_bytes;
 }
 
@@ -59,7 +64,8 @@ static inline void pf_carve_panels(const pf_context *context, char **at, int64_t
     const pf_attention_call *call = context->call;
     const int64_t e = context->elem_bytes, lanes = context->kernels->lanes, width = context->plan.panel_rows;
     const int64_t tile = context->plan.tile_prefill;
-    const int copies = pf_copies_rows(context, &call->v, &call->v_scale) && !pf_values_in_keys(call);
+    const int copies =
+        pf_copies_rows(context, &call->v, &call->v_scale, call->head_dim_v) && !pf_values_in_keys(call);
     const int64_t num_scales = call->k_scale.data || call->v_scale.data ? tile : 0;
     s->k_stride = pf_round_up(call->head_dim, lanes) + lanes;
     s->v_stride = pf_round_up(call->head_dim_v, lanes) + lanes;
@@ -68,8 +74,8 @@ static inline void pf_carve_panels(const pf_context *context, char **at, int64_t
         s->row_stride = pf_max(s->row_stride, pf_round_up(tile, lanes));
     s->queries = pf_carve(at, rows * call->head_dim * e);
     s->scores = pf_carve(at, tile * width * e);
-    s->k_copies =
-        pf_carve(at, pf_copies_rows(context, &call->k, &call->k_scale) ? tile * s->k_stride * e : 0);
+    s->k_copies = pf_carve(
+        at, pf_copies_rows(context, &call->k, &call->k_scale, call->head_dim) ? tile * s->k_stride * e : 0);
     s->v_copies = pf_carve(at, (copies ? tile : pf_min(tile, lanes)) * s->v_stride * e);
     s->scale_rows = pf_carve(at, num_scales * (int64_t)sizeof(void *));
     s->zeros = pf_carve(at, context->hides ? s->v_stride * e : 0);
@@ -133,7 +139,7 @@ static inline void pf_fetch_panel_rows(const pf_panel_scratch *s, const pf_block
                                        void *copies, int64_t copy_stride, const void **rows) {
     const pf_context *context = block->context;
     pf_key_rows(context->call, t, block->sequence, block->kv_head, keys.lo, keys.hi, rows);
-    if (!pf_copies_rows(context, t, scale) && factor == 1.0)
+    if (!pf_copies_rows(context, t, scale, width) && factor == 1.0)
         return;
     if (scale->data)
         pf_key_rows(context->call, scale, block->sequence, block->kv_head, keys.lo, keys.hi, s->scale_rows);
