@@ -279,6 +279,9 @@ def _call(
     if options["max_seqlen_q"] is not None:
         _max_seqlen_q(options["max_seqlen_q"], extent)
     plain = given.keys().isdisjoint(_SCORE_OPTIONS)
+    k_scale = v_scale = _storage_scale("k_scale", options, keys, 0)
+    if options["v_scale"] is not options["k_scale"]:  # else values that lie in keys stay one with them
+        v_scale = _storage_scale("v_scale", options, keys, 1)
     args = AttentionArgs(
         q=queries,
         k=keys.canonical[0],
@@ -286,8 +289,8 @@ def _call(
         out=_canonical_out(out, layout),
         lse=lse,
         kv_dtype=keys.dtype.name,
-        k_scale=_storage_scale("k_scale", options, keys, 0),
-        v_scale=_storage_scale("v_scale", options, keys, 1),
+        k_scale=k_scale,
+        v_scale=v_scale,
         scale=_scale(options["scale"], queries.shape[3]),
         causal=causal,
         **(_PLAIN if plain else _score_options(options, extent, backend)),

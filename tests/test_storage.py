@@ -14,6 +14,7 @@ from calls import (
     STORED_NAMES,
     assert_same_bits,
     dense,
+    explain,
     normal,
     once,
     paged,
@@ -320,6 +321,19 @@ def test_a_latent_cache(backend, pair):
             assert_matches(*want, call)
             copied = call.of(v=call.arrays["v"].copy())
             assert_same_bits(run(copied, backend, family=family), want, "values of their own")
+
+
+@pytest.mark.parametrize("pair", [p for p in LATENT if p[0] != "float32"], ids="-".join)
+def test_values_in_keys_are_fetched_once(c_backend, pair):
+    """One tile of converted rows serves both products: values of their own need room for another."""
+    call = latent(*pair, 2)
+    if "k_scale" in call.options:
+        scale = np.full(1, 0.01, np.float32)
+        call = call.but(k_scale=scale, v_scale=scale)
+    copied = call.of(v=call.arrays["v"].copy())
+    room, more = (explain(x, c_backend, family="prefill").workspace_bytes for x in (call, copied))
+    assert more - room > 40 * 512 * 4 / 2
+    assert_same_bits(run(call, c_backend, family="prefill"), run(copied, c_backend, family="prefill"))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "int4"])
