@@ -52,13 +52,17 @@ static void divide_row(void *row_, int wide, int64_t n, float scale) {
 
 /* One row of one token, already rotated, to its place in a cache. */
 static void store_token(const pf_append_call *call, const pf_real_kernels *kernels, void *row, int64_t n,
-                        const pf_tensor *cache, void *target, float *scale) {
+                        const pf_tensor *cache, void *target, void *scale_place) {
     const int wide = call->k.dtype == PF_F64;
     const float largest_code = pf_largest_code(cache->dtype);
-    if (scale && call->writes_scales)
-        *scale = choose_scale(row, n, largest_code);
-    if (scale && !(call->writes_scales && isnan(*scale)))
-        divide_row(row, wide, n, *scale);
+    if (scale_place) {
+        const float scale =
+            call->writes_scales ? choose_scale(row, n, largest_code) : pf_scale_at(scale_place);
+        if (call->writes_scales)
+            __builtin_memcpy(scale_place, &scale, sizeof scale);
+        if (!(call->writes_scales && isnan(scale)))
+            divide_row(row, wide, n, scale);
+    }
     if (largest_code > 0)
         pf_store_codes(target, cache->stride_dim, row, n, cache->dtype);
     else

@@ -140,6 +140,13 @@ static inline void *pf_row_of(const pf_attention_call *call, const pf_tensor *t,
     return (char *)t->data + offset * pf_dtype_size(t->dtype);
 }
 
+/* A scale of a caller's array, which need not be aligned. */
+static inline float pf_scale_at(const void *place) {
+    float scale;
+    __builtin_memcpy(&scale, place, sizeof scale);
+    return scale;
+}
+
 /* Pointers to the rows of keys [lo, hi) in a cache of any address. */
 static inline void pf_key_rows(const pf_attention_call *call, const pf_tensor *t, const pf_sequence *s,
                                int64_t kv_head, int64_t lo, int64_t hi, const void **rows) {
