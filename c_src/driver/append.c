@@ -57,7 +57,7 @@ static void store_token(const pf_append_call *call, const pf_real_kernels *kerne
     const float largest_code = pf_largest_code(cache->dtype);
     if (scale_place) {
         const float scale =
-            call->writes_scales ? choose_scale(row, n, largest_code) : pf_scale_at(scale_place);
+            call->writes_scales ? choose_scale(row, n, largest_code) : pf_float_at(scale_place);
         if (call->writes_scales)
             __builtin_memcpy(scale_place, &scale, sizeof scale);
         if (!(call->writes_scales && isnan(scale)))

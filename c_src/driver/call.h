@@ -140,11 +140,11 @@ static inline void *pf_row_of(const pf_attention_call *call, const pf_tensor *t,
     return (char *)t->data + offset * pf_dtype_size(t->dtype);
 }
 
-/* A scale of a caller's array, which need not be aligned. */
-static inline float pf_scale_at(const void *place) {
-    float scale;
-    __builtin_memcpy(&scale, place, sizeof scale);
-    return scale;
+/* A float of a caller's array, which need not be aligned. */
+static inline float pf_float_at(const void *place) {
+    float x;
+    __builtin_memcpy(&x, place, sizeof x);
+    return x;
 }
 
 /* Pointers to the rows of keys [lo, hi) in a cache of any address. */

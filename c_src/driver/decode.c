@@ -147,7 +147,7 @@ static int64_t fetch_rows(const pf_scratch *s, const pf_item *item, const pf_ten
         pf_key_rows(context->call, scale, item->sequence, item->kv_head, lo, hi, s->scale_rows);
     for (int64_t j = 0; j < hi - lo; j++) {
         char *copy = (char *)copies + j * copy_stride * context->elem_bytes;
-        const double whole = scaled ? factor * pf_scale_at(s->scale_rows[j]) : factor;
+        const double whole = scaled ? factor * pf_float_at(s->scale_rows[j]) : factor;
         context->kernels->load_row(copy, rows[j], t->stride_dim, width, t->dtype);
         if (whole != 1.0)
             context->kernels->state_scale(copy, width, whole);
@@ -164,7 +164,7 @@ static const void *fetch_scales(const pf_scratch *s, const pf_item *item, const 
         return 0;
     pf_key_rows(context->call, t, item->sequence, item->kv_head, keys.lo, keys.hi, s->scale_rows);
     for (int64_t j = 0; j < keys.hi - keys.lo; j++) {
-        const float scale = pf_scale_at(s->scale_rows[j]);
+        const float scale = pf_float_at(s->scale_rows[j]);
         /* Infinity times a product may be -inf, as if the key had no weight; it has no value. */
         pf_set_real(context, scales, j, isfinite(scale) ? scale : NAN);
     }

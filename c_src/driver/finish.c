@@ -56,7 +56,7 @@ static void find_finite_columns(const pf_context *context, const pf_sequence *se
                                        call->v.dtype);
             if (call->v_scale.data)
                 pf_key_rows(call, &call->v_scale, sequence, kv_head, j, j + 1, &scale);
-            const double factor = scale ? (double)pf_scale_at(scale) : 1.0;
+            const double factor = scale ? (double)pf_float_at(scale) : 1.0;
             for (int64_t d = 0; d < call->head_dim_v; d++)
                 scratch->column_finite[d] &= isfinite(pf_real_at(context, scratch->value, d) * factor) != 0;
         }

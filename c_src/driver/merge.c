@@ -21,7 +21,11 @@ static void merge_one(const void *owner, pf_state into, pf_state from) {
 }
 
 static double get_real(const void *x, int64_t elem_bytes) {
-    return elem_bytes == 8 ? *(const double *)x : (double)*(const float *)x;
+    double wide;
+    if (elem_bytes != 8) /* a caller's array need not be aligned */
+        return pf_float_at(x);
+    __builtin_memcpy(&wide, x, sizeof wide);
+    return wide;
 }
 
 static void set_real(void *x, int64_t elem_bytes, double value) {

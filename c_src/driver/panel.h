@@ -146,7 +146,7 @@ static inline void pf_fetch_panel_rows(const pf_panel_scratch *s, const pf_block
     for (int64_t j = 0; j < keys.hi - keys.lo; j++) {
         char *copy = (char *)copies + j * copy_stride * context->elem_bytes;
         context->kernels->load_row(copy, rows[j], t->stride_dim, width, t->dtype);
-        const double whole = scale->data ? factor * pf_scale_at(s->scale_rows[j]) : factor;
+        const double whole = scale->data ? factor * pf_float_at(s->scale_rows[j]) : factor;
         if (whole != 1.0)
             context->kernels->state_scale(copy, width, whole);
         rows[j] = copy;
