@@ -256,9 +256,8 @@ class _Pass(NamedTuple):
 
     args: AttentionArgs
     rows: Array  # (...) numbers of the rows
-    to_rows: Callable[
-        [Array], Array
-    ]  # a result with rows on axis 1 and heads on axis 2 to (..., num_heads, _)
+    #: From a result with rows on axis 1 and heads on axis 2 to (..., num_heads, _).
+    to_rows: Callable[[Array], Array]
 
     def store(self, out: Array, lse: Array) -> None:
         """Copy the results to ``(num_rows, num_heads, head_dim_v)`` and ``(num_heads, num_rows)``."""

@@ -114,3 +114,10 @@ def test_both_tables_of_element_types_agree():
     text = (ROOT / "c_src" / "shared" / "dtypes.def").read_text(encoding="utf-8")
     rows = re.findall(r'^PF_DTYPE\(\w+, (\d+), (\d+), "(\w+)"\)', text, re.MULTILINE)
     assert rows == [(str(d.code), str(d.itemsize), d.name) for d in DTYPES]
+
+
+def test_the_status_that_python_knows_is_that_of_c():
+    from pyflash import _c
+
+    text = (ROOT / "c_src" / "abi" / "status.def").read_text(encoding="utf-8")
+    assert f"PF_STATUS(WORKSPACE_TOO_SMALL, {_c._WORKSPACE_TOO_SMALL}," in text

@@ -123,9 +123,8 @@ static void load_queries(const pf_scratch *s, const pf_item *item) {
     context->kernels->state_reset(0, 0, 0, s->queries, item->num_rows * s->q_stride);
     for (int32_t r = 0; r < item->num_rows; r++) {
         char *row = (char *)s->queries + r * s->q_stride * context->elem_bytes;
-        context->kernels->load_row(
-            row, pf_row_of(context->call, q, item->sequence, item->kv_head, item->first + r), q->stride_dim,
-            context->call->head_dim, q->dtype);
+        context->kernels->load_row(row, pf_row_of(q, item->sequence, item->kv_head, item->first + r),
+                                   q->stride_dim, context->call->head_dim, q->dtype);
         context->kernels->state_scale(row, context->call->head_dim, context->scale.query_factor);
     }
 }
@@ -215,9 +214,8 @@ static void run_side(const pf_scratch *s, const pf_item *item, pf_span split, in
                                                    : pf_min(context->plan.tile_decode, RETRY_TILE_KEYS);
     const int64_t end_row = item->first + item->num_rows;
     const pf_span part = pf_clip(pf_side(&item->sequence->mask, side), split.lo, split.hi);
-    const pf_span any =
-        pf_clip(pf_rows_any(call, item->sequence, item->first, end_row, side), part.lo, part.hi);
-    const pf_span all = pf_rows_all(call, item->sequence, item->first, end_row, side);
+    const pf_span any = pf_clip(pf_rows_any(item->sequence, item->first, end_row, side), part.lo, part.hi);
+    const pf_span all = pf_rows_all(item->sequence, item->first, end_row, side);
     pf_terms terms;
     if (any.lo == any.hi)
         return;
@@ -240,7 +238,7 @@ static void run_side(const pf_scratch *s, const pf_item *item, pf_span split, in
         if (all.lo > present.lo || all.hi < present.hi) {
             for (int32_t r = 0; r < item->num_rows; r++) {
                 const pf_span span =
-                    pf_clip(pf_row_span(call, item->sequence, item->first + r, side), lo, lo + tile);
+                    pf_clip(pf_row_span(item->sequence, item->first + r, side), lo, lo + tile);
                 s->lo[r] = (int32_t)(span.lo - lo);
                 s->hi[r] = (int32_t)(span.hi - lo);
             }
@@ -293,7 +291,7 @@ static void finish_item(const pf_scratch *s, const pf_item *item, pf_state state
     const pf_context *context = item->context;
     const pf_sequence *sequence = item->sequence;
     pf_retry_scratch scratch = s->retry;
-    pf_start_retry(context, sequence, item->first, item->first + item->num_rows, item->alone, &scratch);
+    pf_start_retry(sequence, item->first, item->first + item->num_rows, item->alone, &scratch);
     double retry[PF_DECODE_MAX_ROWS];
     for (int32_t r = 0; r < item->num_rows; r++) {
         const double m = pf_real_at(context, state.m, r), l = pf_real_at(context, state.l, r);

@@ -119,8 +119,8 @@ typedef struct pf_retry_scratch {
 } pf_retry_scratch;
 
 void pf_carve_retry(const pf_context *context, char **at, pf_retry_scratch *scratch);
-void pf_start_retry(const pf_context *context, const pf_sequence *sequence, int64_t first, int64_t end,
-                    int alone, pf_retry_scratch *scratch);
+void pf_start_retry(const pf_sequence *sequence, int64_t first, int64_t end, int alone,
+                    pf_retry_scratch *scratch);
 
 /* finish.c: how a row whose outputs o are not finite is to be computed again, alone: with which
  * value_factor, or 0 for not at all. */

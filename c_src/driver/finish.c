@@ -7,16 +7,16 @@ int pf_finish_row(const pf_context *context, const pf_sequence *sequence, int64_
                   void *o, double m, double l, double value_factor) {
     const pf_attention_call *call = context->call;
     const double none = -(double)INFINITY;
-    const double sink = call->sinks ? call->sinks[pf_query_head(call, kv_head, row)] : none;
+    const double sink = call->sinks ? call->sinks[pf_query_head(sequence, kv_head, row)] : none;
     const double natural = m * context->scale.score_factor;
     const int saw_a_key = l != 0 || pf_sees_any(context, sequence, kv_head, row);
     const double factor = pf_output_factor(natural, l, sink, saw_a_key) / value_factor;
     const double lse = pf_log_sum_exp(natural, l, call->lse_includes_sinks ? sink : none);
     const int finite = context->kernels->state_scale(o, call->head_dim_v, factor);
-    context->kernels->store_row(pf_row_of(call, &call->out, sequence, kv_head, row), call->out.stride_dim, o,
+    context->kernels->store_row(pf_row_of(&call->out, sequence, kv_head, row), call->out.stride_dim, o,
                                 call->head_dim_v, call->out.dtype);
     if (call->lse.data) {
-        void *place = pf_row_of(call, &call->lse, sequence, kv_head, row);
+        void *place = pf_row_of(&call->lse, sequence, kv_head, row);
         if (call->lse.dtype == PF_F64)
             *(double *)place = lse;
         else
@@ -33,12 +33,12 @@ void pf_carve_retry(const pf_context *context, char **at, pf_retry_scratch *scra
     scratch->value = pf_carve(at, context->call->head_dim_v * context->elem_bytes);
 }
 
-void pf_start_retry(const pf_context *context, const pf_sequence *sequence, int64_t first, int64_t end,
-                    int alone, pf_retry_scratch *scratch) {
+void pf_start_retry(const pf_sequence *sequence, int64_t first, int64_t end, int alone,
+                    pf_retry_scratch *scratch) {
     scratch->alone = alone;
     scratch->columns_known = 0;
     for (int side = 0; side < PF_NUM_SIDES; side++)
-        scratch->touched[side] = pf_rows_any(context->call, sequence, first, end, side);
+        scratch->touched[side] = pf_rows_any(sequence, first, end, side);
 }
 
 static void find_finite_columns(const pf_context *context, const pf_sequence *sequence, int64_t kv_head,

@@ -126,7 +126,7 @@ static inline void pf_pack_block(const pf_panel_scratch *s, const pf_block *bloc
     for (int64_t p = 0; p < block->num_panels; p++) {
         const pf_panel panel = pf_get_panel(block, p);
         for (int64_t r = 0; r < panel.num_rows; r++)
-            s->q_rows[r] = pf_row_of(call, &call->q, block->sequence, block->kv_head, panel.first_row + r);
+            s->q_rows[r] = pf_row_of(&call->q, block->sequence, block->kv_head, panel.first_row + r);
         context->kernels->pack_queries(pf_panel_queries(context, s, &panel), panel.num_vectors, s->q_rows,
                                        panel.num_rows, call->head_dim, call->q.dtype, call->q.stride_dim,
                                        context->scale.query_factor, s->rows, s->row_stride);
@@ -202,15 +202,15 @@ static inline int pf_prepare_tile(const pf_panel_scratch *s, const pf_block *blo
     const pf_context *context = block->context;
     const pf_attention_call *call = context->call;
     const int64_t first = panel->first_row, end = first + panel->num_rows;
-    const pf_span any = pf_clip(pf_rows_any(call, block->sequence, first, end, side), keys.lo, keys.hi);
+    const pf_span any = pf_clip(pf_rows_any(block->sequence, first, end, side), keys.lo, keys.hi);
     if (any.lo == any.hi)
         return 0;
-    const pf_span all = pf_rows_all(call, block->sequence, first, end, side);
+    const pf_span all = pf_rows_all(block->sequence, first, end, side);
     const int masked = all.lo > any.lo || all.hi < any.hi;
     if (masked)
         for (int64_t w = 0; w < (int64_t)panel->num_vectors * context->kernels->lanes; w++) {
             const int64_t row = pf_min(first + w, end - 1);
-            const pf_span span = pf_clip(pf_row_span(call, block->sequence, row, side), any.lo, any.hi);
+            const pf_span span = pf_clip(pf_row_span(block->sequence, row, side), any.lo, any.hi);
             s->lo[w] = (int32_t)(span.lo - any.lo);
             s->hi[w] = (int32_t)(span.hi - any.lo);
         }

@@ -136,7 +136,7 @@ static int64_t live_tiles(const pf_context *context, const pf_sequence *s, int64
     for (int64_t lo = origin + (any.lo - origin) / tile * tile; lo < any.hi; lo += tile) {
         int seen = 0;
         for (int64_t row = first; row < end && !seen; row++) {
-            const pf_span own = pf_row_span(context->call, s, row, side);
+            const pf_span own = pf_row_span(s, row, side);
             const pf_span keys = pf_clip(pf_clip(own, any.lo, any.hi), lo, lo + tile);
             seen = pf_sees_any_of(context, s, kv_head, row, keys);
         }
@@ -153,7 +153,7 @@ static void count_item(const pf_context *context, pf_plan *plan, const pf_sequen
         const int64_t lo = pf_split_lo(s, split), hi = pf_split_lo(s, split + 1);
         for (int side = 0; side < PF_NUM_SIDES; side++) {
             const pf_span keys = pf_clip(pf_side(&s->mask, side), lo, hi);
-            const pf_span any = pf_clip(pf_rows_any(context->call, s, first, end, side), keys.lo, keys.hi);
+            const pf_span any = pf_clip(pf_rows_any(s, first, end, side), keys.lo, keys.hi);
             const int64_t total = tiles_of(keys, lo, tile);
             for (int64_t kv_head = 0; kv_head < context->call->num_kv_heads; kv_head++) {
                 plan->tiles_total += total;

@@ -42,15 +42,13 @@ static pf_state panel_state(const pf_block *block, const pf_state *state, const 
 /* The tiles of one side of the border at sink_tokens. */
 static void run_side(const pf_scratch *s, const pf_block *block, pf_state state, pf_span split, int side) {
     const pf_context *context = block->context;
-    const pf_attention_call *call = context->call;
     /* Smaller values need room for copies, which not every call has: there is some for a few keys. */
     const int64_t tile = block->value_factor == 1.0
                              ? context->plan.tile_prefill
                              : pf_min(context->plan.tile_prefill, context->kernels->lanes);
     const pf_span part = pf_clip(pf_side(&block->sequence->mask, side), split.lo, split.hi);
-    const pf_span any =
-        pf_clip(pf_rows_any(call, block->sequence, block->first, block->first + block->num_rows, side),
-                part.lo, part.hi);
+    const pf_span any = pf_clip(
+        pf_rows_any(block->sequence, block->first, block->first + block->num_rows, side), part.lo, part.hi);
     if (any.lo == any.hi)
         return;
     for (int64_t lo = split.lo + (any.lo - split.lo) / tile * tile; lo < any.hi; lo += tile) {
@@ -99,7 +97,7 @@ static void finish_block(const pf_context *context, const pf_scratch *s, const p
                          pf_state state) {
     const int64_t lanes = context->kernels->lanes, end = block->first + block->num_rows;
     pf_retry_scratch scratch = s->retry_scratch;
-    pf_start_retry(context, block->sequence, block->first, end, block->alone, &scratch);
+    pf_start_retry(block->sequence, block->first, end, block->alone, &scratch);
     int all_finite = 1;
     for (int64_t p = 0; p < block->num_panels; p++) {
         const pf_panel panel = pf_get_panel(block, p);

@@ -26,20 +26,21 @@ typedef struct pf_stats_run_of {
 
 static int64_t carve(const pf_context *context, char *base, pf_stats_scratch *s) {
     const int64_t e = context->elem_bytes, width = context->plan.panel_rows;
+    const int64_t group = context->call->num_heads / context->call->num_kv_heads;
     char *at = base;
     pf_carve_panels(context, &at, width, &s->panels);
     s->lse = pf_carve(&at, width * e);
     s->highest = pf_carve(&at, width * e);
     s->entropy = pf_carve(&at, width * e);
-    s->mass = pf_carve(&at, pf_group(context->call) * context->plan.tile_prefill * (int64_t)sizeof(double));
+    s->mass = pf_carve(&at, group * context->plan.tile_prefill * (int64_t)sizeof(double));
     return at - base;
 }
 
 /* Place of a row in the log-sum-exp, and in everything that is shaped like it. */
 static int64_t row_place(const pf_stats_call *stats, const pf_sequence *s, int64_t kv_head, int64_t row) {
     const pf_attention_call *call = stats->attention;
-    const int64_t head = s->q_batch * call->num_heads + pf_query_head(call, kv_head, row);
-    return head * stats->rows_of_lse + s->q_token + row / pf_group(call);
+    const int64_t head = s->q_batch * call->num_heads + pf_query_head(s, kv_head, row);
+    return head * stats->rows_of_lse + s->q_token + row / s->group;
 }
 
 static int counts_for_mass(const pf_stats_call *stats, const pf_sequence *s, int64_t query) {
@@ -48,7 +49,7 @@ static int counts_for_mass(const pf_stats_call *stats, const pf_sequence *s, int
 
 /* Whether anybody wants the rows [first, end). */
 static int wanted(const pf_stats_call *stats, const pf_sequence *s, int64_t first, int64_t end) {
-    const int64_t group = pf_group(stats->attention);
+    const int64_t group = s->group;
     if (stats->max_logit || stats->entropy || stats->top_k_values ||
         counts_for_mass(stats, s, (end - 1) / group))
         return 1;
@@ -81,7 +82,7 @@ static void take_row(const pf_context *context, const pf_stats_call *stats, cons
                      int64_t lane, int64_t first_key, int64_t tile_key) {
     const pf_attention_call *call = stats->attention;
     const int64_t width = context->plan.panel_rows, place = row_place(stats, sequence, kv_head, row);
-    const int64_t query = row / pf_group(call), head = pf_query_head(call, kv_head, row);
+    const int64_t query = row / sequence->group, head = pf_query_head(sequence, kv_head, row);
     if (stats->max_logit) {
         const double highest = pf_real_at(context, s->highest, lane);
         if (isnan(highest) || highest > pf_real_at(context, stats->max_logit, place))
@@ -91,7 +92,7 @@ static void take_row(const pf_context *context, const pf_stats_call *stats, cons
         pf_set_real(context, stats->entropy, place,
                     pf_real_at(context, stats->entropy, place) + pf_real_at(context, s->entropy, lane));
     double *mass = counts_for_mass(stats, sequence, query)
-                       ? s->mass + row % pf_group(call) * context->plan.tile_prefill + (first_key - tile_key)
+                       ? s->mass + row % sequence->group * context->plan.tile_prefill + (first_key - tile_key)
                        : 0;
     for (int64_t j = 0; j < tile->num_keys && (mass || stats->top_k_values); j++) {
         const double p = pf_real_at(context, s->panels.scores, j * width + lane);
@@ -141,7 +142,7 @@ static void take_panel(const pf_context *context, const pf_stats_call *stats, co
 static void take_tile(const pf_context *context, const pf_stats_call *stats, const pf_stats_scratch *s,
                       const pf_sequence *sequence, int64_t kv_head, pf_span keys, int64_t border, int side) {
     const pf_attention_call *call = stats->attention;
-    const int64_t width = context->plan.panel_rows, group = pf_group(call),
+    const int64_t width = context->plan.panel_rows, group = sequence->group,
                   stride = context->plan.tile_prefill;
     int fetched = 0;
     for (int64_t i = 0; i < group * stride; i++)
@@ -177,7 +178,7 @@ static void work(void *run_, int thread, int num_threads) {
         if (sequence.num_rows == 0)
             continue;
         for (int side = 0; side < PF_NUM_SIDES; side++) {
-            const pf_span any = pf_rows_any(call, &sequence, 0, sequence.num_rows, side);
+            const pf_span any = pf_rows_any(&sequence, 0, sequence.num_rows, side);
             for (int64_t lo = any.lo / tile * tile; lo < any.hi; lo += tile)
                 take_tile(context, run->stats, &scratch, &sequence, item % call->num_kv_heads,
                           pf_clip(any, lo, lo + tile), lo, side);

@@ -211,7 +211,7 @@ int pf_sees_any_of(const pf_context *context, const pf_sequence *s, int64_t kv_h
 
 int pf_sees_any(const pf_context *context, const pf_sequence *s, int64_t kv_head, int64_t row) {
     for (int side = 0; side < PF_NUM_SIDES; side++)
-        if (pf_sees_any_of(context, s, kv_head, row, pf_row_span(context->call, s, row, side)))
+        if (pf_sees_any_of(context, s, kv_head, row, pf_row_span(s, row, side)))
             return 1;
     return 0;
 }
@@ -219,7 +219,7 @@ int pf_sees_any(const pf_context *context, const pf_sequence *s, int64_t kv_head
 int pf_may_touch_hidden(const pf_context *context, const pf_sequence *s, int64_t row,
                         const pf_span touched[PF_NUM_SIDES]) {
     for (int side = 0; side < PF_NUM_SIDES; side++) {
-        const pf_span own = pf_row_span(context->call, s, row, side);
+        const pf_span own = pf_row_span(s, row, side);
         if (own.lo != touched[side].lo || own.hi != touched[side].hi)
             return 1;
     }
