@@ -24,6 +24,7 @@ BACKENDS: dict[str, dict[str, Any]] = {
     "c[scalar]": {"backend": "c", "isa": "scalar"},
     "c[avx2]": {"backend": "c", "isa": "avx2"},
     "c[avx512]": {"backend": "c", "isa": "avx512"},
+    "c[amx]": {"backend": "c", "isa": "amx"},
     "c[neon]": {"backend": "c", "isa": "neon"},
     "cuda": {"backend": "cuda"},
 }

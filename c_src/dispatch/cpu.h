@@ -8,6 +8,10 @@ static inline int pf_cpu_scalar(void) {
 
 #if defined(__x86_64__)
 #include <cpuid.h>
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 /* The register sets that the operating system saves (XCR0); 0 where it saves none. */
 static inline unsigned long long pf_saved_state(void) {
@@ -41,6 +45,23 @@ static inline int pf_cpu_avx512(void) {
         return 0;
     return pf_has_bits(b, 1u << 16 | 1u << 17 | 1u << 28 | 1u << 30 | 1u << 31) &&
            (pf_saved_state() & 0xe6) == 0xe6;
+}
+
+/* AMX tiles and bfloat16 products on top. Linux saves the registers of a process only after being asked,
+ * which fails, for good reason, where a thread has a signal stack too small for them. */
+static inline int pf_cpu_amx(void) {
+#if defined(PF_AMX_EMULATED)
+    return pf_cpu_avx512();
+#elif defined(__linux__)
+    enum { ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18 };
+    unsigned int a, b, c, d;
+    if (!pf_cpu_avx512() || !__get_cpuid_count(7, 0, &a, &b, &c, &d) || !pf_has_bits(d, 1u << 22 | 1u << 24))
+        return 0;
+    return (pf_saved_state() >> 17 & 3) == 3 &&
+           syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
+#else
+    return 0;
+#endif
 }
 #endif
 

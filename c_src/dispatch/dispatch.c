@@ -1,5 +1,6 @@
 /* The rows of isa.def that fit this target, slowest first. Compiled for the baseline: a test of what
  * the CPU can do must not itself need it. */
+#define _DEFAULT_SOURCE /* syscall() */
 #include "dispatch.h"
 
 #include "cpu.h"
@@ -47,4 +48,8 @@ int pf_dispatch_supported(int isa) {
 
 const pf_real_kernels *pf_kernels(int isa, int wide) {
     return &isas[isa].table->real[wide];
+}
+
+const pf_matrix_kernels *pf_matrix(int isa) {
+    return isas[isa].table->matrix;
 }

@@ -11,4 +11,7 @@ int pf_dispatch_supported(int isa);
 /* The kernels of a row, for float or (wide) double. The row must be a supported one. */
 const pf_real_kernels *pf_kernels(int isa, int wide);
 
+/* Those of its matrix unit, null where it has none. */
+const pf_matrix_kernels *pf_matrix(int isa);
+
 #endif

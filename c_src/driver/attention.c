@@ -17,11 +17,22 @@ void pf_start_context(pf_context *context, const pf_attention_call *call) {
     context->compute_dtype = call->q.dtype == PF_F64 ? PF_F64 : PF_F32;
     context->elem_bytes = pf_dtype_size(context->compute_dtype);
     context->kernels = pf_kernels(call->isa, context->compute_dtype == PF_F64);
+    context->matrix = 0;
+}
+
+/* Matrix units multiply bfloat16 numbers: all three arrays have to hold such, and the factor on queries
+ * has to keep them exact. */
+static void choose_matrix(pf_context *context, const pf_attention_call *call) {
+    const double factor = pf_split_scale(call->scale, 0).query_factor;
+    if (call->q.dtype == PF_BF16 && call->k.dtype == PF_BF16 && (factor == 1.0 || factor == -1.0) &&
+        !call->k_scale.data && !call->v_scale.data)
+        context->matrix = pf_matrix(call->isa);
 }
 
 int pf_driver_plan(const pf_attention_call *call, pf_plan *plan) {
     pf_context context;
     pf_start_context(&context, call);
+    choose_matrix(&context, call);
     pf_make_context(&context, call);
     pf_count_tiles(&context);
     *plan = context.plan;
@@ -57,6 +68,7 @@ static void run_in(pf_run *run, char *workspace) {
 int pf_driver_attention(const pf_attention_call *call) {
     pf_run run;
     pf_start_context(&run.context, call);
+    choose_matrix(&run.context, call);
     pf_make_context(&run.context, call);
     const pf_plan *plan = &run.context.plan;
     if (plan->num_prefill_items + plan->num_decode_items == 0)

@@ -10,6 +10,7 @@
 typedef struct pf_context {
     const pf_attention_call *call;
     const pf_real_kernels *kernels;
+    const pf_matrix_kernels *matrix; /* of the prefill family; null: the real ones */
     pf_plan plan;
     pf_scale scale;
     pf_terms terms; /* what all tiles share; to be filled in for the rows of one */
@@ -25,6 +26,10 @@ typedef struct pf_context {
 } pf_context;
 
 enum { PF_ALIGNMENT = 64 };
+
+static inline int32_t pf_panel_vectors(const pf_context *context) {
+    return context->matrix ? context->matrix->panel_vectors : context->kernels->panel_vectors;
+}
 
 static inline int64_t pf_starts_bytes(const pf_attention_call *call) {
     return pf_round_up((call->batch + 1) * (int64_t)sizeof(int64_t), PF_ALIGNMENT);

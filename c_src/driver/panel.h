@@ -16,9 +16,11 @@ typedef struct pf_panel_scratch {
     void *zeros;         /* a row of values, all 0 */
     const void **q_rows; /* one per lane of a panel */
     pf_terms_scratch terms;
-    void *added;      /* [tile][width]: its rows, transposed */
-    int32_t *lo, *hi; /* one per lane of a panel */
-    void *rows;       /* [lanes][row_stride]: a square to be transposed */
+    void *added;             /* [tile][width]: its rows, transposed */
+    int32_t *lo, *hi;        /* one per lane of a panel */
+    void *rows;              /* [lanes][row_stride]: a square to be transposed */
+    void *wide_row;          /* one row */
+    void *k_tiles, *v_tiles; /* packed for a matrix unit */
     int64_t k_stride, v_stride, row_stride;
 } pf_panel_scratch;
 
@@ -45,6 +47,8 @@ typedef struct pf_panel {
 static inline int pf_copies_rows(const pf_context *context, const pf_tensor *t, const pf_tensor *scale,
                                  int64_t width) {
     const int far_apart = t->stride_token >= 2 * width && width * context->elem_bytes >= 256;
+    if (context->matrix) /* packs them anyway */
+        return t->stride_dim != 1;
     return t->dtype != context->compute_dtype || t->stride_dim != 1 || scale->data || far_apart ||
            (uintptr_t)t->data % context->elem_bytes;
 }
@@ -72,8 +76,12 @@ static inline void pf_carve_panels(const pf_context *context, char **at, int64_t
     s->row_stride = pf_max(pf_round_up(call->head_dim, lanes), pf_round_up(call->head_dim_v, lanes));
     if (context->hides)
         s->row_stride = pf_max(s->row_stride, pf_round_up(tile, lanes));
-    s->queries = pf_carve(at, rows * call->head_dim * e);
-    s->scores = pf_carve(at, tile * width * e);
+    const pf_matrix_kernels *matrix = context->matrix;
+    s->queries =
+        pf_carve(at, matrix ? matrix->query_bytes(rows / lanes, call->head_dim) : rows * call->head_dim * e);
+    s->scores = pf_carve(at, matrix ? matrix->scratch_bytes(width / lanes, tile) : tile * width * e);
+    s->k_tiles = pf_carve(at, matrix ? matrix->key_bytes(tile, call->head_dim) : 0);
+    s->v_tiles = pf_carve(at, matrix ? matrix->value_bytes(tile, call->head_dim_v) : 0);
     s->k_copies = pf_carve(
         at, pf_copies_rows(context, &call->k, &call->k_scale, call->head_dim) ? tile * s->k_stride * e : 0);
     s->v_copies = pf_carve(at, (copies ? tile : pf_min(tile, lanes)) * s->v_stride * e);
@@ -85,6 +93,7 @@ static inline void pf_carve_panels(const pf_context *context, char **at, int64_t
     s->lo = pf_carve(at, width * (int64_t)sizeof(int32_t));
     s->hi = pf_carve(at, width * (int64_t)sizeof(int32_t));
     s->rows = pf_carve(at, lanes * s->row_stride * e);
+    s->wide_row = pf_carve(at, matrix ? s->row_stride * e : 0);
     pf_carve_terms(context, at, width, pf_round_up(tile, lanes), &s->terms);
     s->added = pf_carve(at, context->hides ? tile * width * e : 0);
 }
@@ -98,7 +107,7 @@ static inline pf_block pf_make_block(const pf_context *context, const pf_sequenc
                       .num_rows = num_rows,
                       .value_factor = value_factor};
     block.num_vectors = pf_ceil_div(num_rows, context->kernels->lanes);
-    block.num_panels = pf_ceil_div(block.num_vectors, context->kernels->panel_vectors);
+    block.num_panels = pf_ceil_div(block.num_vectors, pf_panel_vectors(context));
     return block;
 }
 
@@ -117,7 +126,40 @@ static inline pf_panel pf_get_panel(const pf_block *block, int64_t p) {
 static inline void *pf_panel_queries(const pf_context *context, const pf_panel_scratch *s,
                                      const pf_panel *panel) {
     const int64_t first = panel->first_vector * context->kernels->lanes;
+    if (context->matrix)
+        return (char *)s->queries +
+               context->matrix->query_bytes(panel->first_vector, context->call->head_dim);
     return (char *)s->queries + first * context->call->head_dim * context->elem_bytes;
+}
+
+/* A row as stored to the type of a matrix unit, which holds it exactly, times a power of two. */
+static inline void pf_narrow_row(const pf_panel_scratch *s, const pf_context *context, void *out,
+                                 const void *row, int64_t stride, int64_t n, int32_t dtype, double factor) {
+    context->kernels->load_row(s->wide_row, row, stride, n, dtype);
+    if (factor != 1.0)
+        context->kernels->state_scale(s->wide_row, n, factor);
+    context->kernels->store_row(out, 1, s->wide_row, n, PF_BF16);
+}
+
+static inline void pf_pack_matrix_panel(const pf_panel_scratch *s, const pf_block *block,
+                                        const pf_panel *panel) {
+    const pf_context *context = block->context;
+    const pf_attention_call *call = context->call;
+    const int64_t lanes = context->kernels->lanes;
+    for (int32_t vector = 0; vector < panel->num_vectors; vector++) {
+        const int64_t first = vector * lanes, num_rows = pf_min(lanes, panel->num_rows - first);
+        for (int64_t r = 0; r < num_rows; r++) {
+            s->q_rows[r] = pf_row_of(&call->q, block->sequence, block->kv_head, panel->first_row + first + r);
+            if (call->q.stride_dim == 1)
+                continue;
+            char *copy = (char *)s->rows + r * s->row_stride * context->elem_bytes;
+            pf_narrow_row(s, context, copy, s->q_rows[r], call->q.stride_dim, call->head_dim, PF_BF16, 1.0);
+            s->q_rows[r] = copy;
+        }
+        context->matrix->pack_queries(pf_panel_queries(context, s, panel), panel->num_vectors, vector,
+                                      s->q_rows, (int32_t)num_rows, call->head_dim,
+                                      context->scale.query_factor < 0);
+    }
 }
 
 static inline void pf_pack_block(const pf_panel_scratch *s, const pf_block *block) {
@@ -125,6 +167,10 @@ static inline void pf_pack_block(const pf_panel_scratch *s, const pf_block *bloc
     const pf_attention_call *call = context->call;
     for (int64_t p = 0; p < block->num_panels; p++) {
         const pf_panel panel = pf_get_panel(block, p);
+        if (context->matrix) {
+            pf_pack_matrix_panel(s, block, &panel);
+            continue;
+        }
         for (int64_t r = 0; r < panel.num_rows; r++)
             s->q_rows[r] = pf_row_of(&call->q, block->sequence, block->kv_head, panel.first_row + r);
         context->kernels->pack_queries(pf_panel_queries(context, s, &panel), panel.num_vectors, s->q_rows,
@@ -145,6 +191,11 @@ static inline void pf_fetch_panel_rows(const pf_panel_scratch *s, const pf_block
         pf_key_rows(context->call, scale, block->sequence, block->kv_head, keys.lo, keys.hi, s->scale_rows);
     for (int64_t j = 0; j < keys.hi - keys.lo; j++) {
         char *copy = (char *)copies + j * copy_stride * context->elem_bytes;
+        if (context->matrix) {
+            pf_narrow_row(s, context, copy, rows[j], t->stride_dim, width, t->dtype, factor);
+            rows[j] = copy;
+            continue;
+        }
         context->kernels->load_row(copy, rows[j], t->stride_dim, width, t->dtype);
         const double whole = scale->data ? factor * pf_float_at(s->scale_rows[j]) : factor;
         if (whole != 1.0)
@@ -163,6 +214,16 @@ static inline void pf_fetch_panel_keys(const pf_panel_scratch *s, const pf_block
     else
         pf_fetch_panel_rows(s, block, &call->v, &call->v_scale, keys, call->head_dim_v, block->value_factor,
                             s->v_copies, s->v_stride, s->v_rows);
+}
+
+/* Keys and values that have been fetched, packed for a matrix unit. */
+static inline void pf_pack_keys(const pf_panel_scratch *s, const pf_block *block, pf_span keys,
+                                int64_t border) {
+    const pf_context *context = block->context;
+    const int64_t first = keys.lo - border, num_keys = keys.hi - keys.lo;
+    context->matrix->pack_keys(s->k_tiles, s->k_rows, first, num_keys, context->call->head_dim);
+    context->matrix->pack_values(s->v_tiles, s->v_rows, first, num_keys, context->call->head_dim_v,
+                                 context->plan.tile_prefill);
 }
 
 /* The terms of a panel against keys of a tile; false if they hide all of them. */
@@ -206,13 +267,15 @@ static inline int pf_prepare_tile(const pf_panel_scratch *s, const pf_block *blo
     if (any.lo == any.hi)
         return 0;
     const pf_span all = pf_rows_all(block->sequence, first, end, side);
-    const int masked = all.lo > any.lo || all.hi < any.hi;
+    /* In packed tiles keys count from the border. */
+    const int64_t base = context->matrix ? border : any.lo;
+    const int masked = all.lo > any.lo || all.hi < any.hi || any.lo > base;
     if (masked)
         for (int64_t w = 0; w < (int64_t)panel->num_vectors * context->kernels->lanes; w++) {
             const int64_t row = pf_min(first + w, end - 1);
             const pf_span span = pf_clip(pf_row_span(block->sequence, row, side), any.lo, any.hi);
-            s->lo[w] = (int32_t)(span.lo - any.lo);
-            s->hi[w] = (int32_t)(span.hi - any.lo);
+            s->lo[w] = (int32_t)(span.lo - base);
+            s->hi[w] = (int32_t)(span.hi - base);
         }
     *tile = (pf_prefill_tile){.q = pf_panel_queries(context, s, panel),
                               .k_rows = s->k_rows + (any.lo - keys.lo),
@@ -220,21 +283,28 @@ static inline int pf_prepare_tile(const pf_panel_scratch *s, const pf_block *blo
                               .lo = masked ? s->lo : 0,
                               .hi = masked ? s->hi : 0,
                               .scores = s->scores,
-                              .num_keys = any.hi - any.lo,
+                              .k_tiles = s->k_tiles,
+                              .v_tiles = s->v_tiles,
+                              .first_key = any.lo - base,
+                              .tile_keys = context->plan.tile_prefill,
+                              .num_keys = any.hi - base,
                               .head_dim = call->head_dim,
                               .head_dim_v = call->head_dim_v,
                               .scale_log2 = context->scale.log2,
                               .num_vectors = panel->num_vectors};
-    if (!pf_fetch_panel_terms(s, block, panel, any, border, terms, tile))
+    if (!pf_fetch_panel_terms(s, block, panel, (pf_span){base, any.hi}, border, terms, tile))
         return 0;
-    if (!*fetched)
+    const int fetches = !*fetched;
+    if (fetches)
         pf_fetch_panel_keys(s, block, keys);
     *fetched = 1;
     if (block->alone && tile->terms && terms->added_to_all) { /* one row is like itself */
         context->kernels->state_reset(0, 0, 0, s->zeros, s->v_stride);
-        pf_replace_hidden(context, terms->added_to_all, tile->num_keys, s->zeros,
-                          s->v_rows + (any.lo - keys.lo));
+        pf_replace_hidden(context, (const char *)terms->added_to_all + (any.lo - base) * context->elem_bytes,
+                          any.hi - any.lo, s->zeros, s->v_rows + (any.lo - keys.lo));
     }
+    if (context->matrix && fetches)
+        pf_pack_keys(s, block, keys, border);
     return 1;
 }
 

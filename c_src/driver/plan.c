@@ -95,7 +95,7 @@ void pf_make_context(pf_context *context, const pf_attention_call *call) {
     context->call = call;
     context->next_prefill_item = 0;
     pf_make_terms(context);
-    *plan = (pf_plan){.num_splits = 1, .panel_rows = kernels->lanes * kernels->panel_vectors};
+    *plan = (pf_plan){.num_splits = 1, .panel_rows = kernels->lanes * pf_panel_vectors(context)};
     const pf_survey found = survey(call, plan);
     context->tree_nodes = found.tree_nodes;
     /* A number that was asked for is kept; of the default, only what the work is worth. */
@@ -110,7 +110,9 @@ void pf_make_context(pf_context *context, const pf_attention_call *call) {
     plan->num_threads =
         (int32_t)clamp(plan->num_prefill_items + plan->num_decode_items, 1, plan->num_threads);
     /* A tile longer than the keys needs no more scratch than they do. */
-    const int64_t prefill_tile = call->tile > 0 ? call->tile : kernels->prefill_tile_keys;
+    const int64_t prefill_tile = call->tile > 0    ? call->tile
+                                 : context->matrix ? context->matrix->tile_keys
+                                                   : kernels->prefill_tile_keys;
     const int64_t decode_tile = call->tile > 0 ? call->tile : PF_DECODE_TILE_KEYS;
     plan->tile_prefill = (int32_t)pf_min(prefill_tile, found.longest_keys);
     plan->tile_decode = (int32_t)pf_min(decode_tile, found.longest_keys);

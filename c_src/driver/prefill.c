@@ -46,6 +46,8 @@ static void run_side(const pf_scratch *s, const pf_block *block, pf_state state,
     const int64_t tile = block->value_factor == 1.0
                              ? context->plan.tile_prefill
                              : pf_min(context->plan.tile_prefill, context->kernels->lanes);
+    void (*const prefill_tile)(const pf_prefill_tile *) =
+        context->matrix ? context->matrix->prefill_tile : context->kernels->prefill_tile;
     const pf_span part = pf_clip(pf_side(&block->sequence->mask, side), split.lo, split.hi);
     const pf_span any = pf_clip(
         pf_rows_any(block->sequence, block->first, block->first + block->num_rows, side), part.lo, part.hi);
@@ -64,7 +66,7 @@ static void run_side(const pf_scratch *s, const pf_block *block, pf_state state,
             tile.m = own.m;
             tile.l = own.l;
             tile.o = own.o;
-            context->kernels->prefill_tile(&tile);
+            prefill_tile(&tile);
         }
     }
 }

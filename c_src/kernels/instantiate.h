@@ -80,4 +80,10 @@ static void f64_decode_block(const pf_decode_block *block) {
         .reduce = real##_reduce,                                                                             \
     }
 
-const pf_kernel_table PF_TABLE = {{PF_KERNELS(f32), PF_KERNELS(f64)}};
+#ifndef PF_MATRIX
+#define PF_MATRIX 0
+#else
+#include "amx.h"
+#endif
+
+const pf_kernel_table PF_TABLE = {{PF_KERNELS(f32), PF_KERNELS(f64)}, PF_MATRIX};
