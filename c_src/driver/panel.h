@@ -79,7 +79,7 @@ static inline void pf_carve_panels(const pf_context *context, char **at, int64_t
     const pf_matrix_kernels *matrix = context->matrix;
     s->queries =
         pf_carve(at, matrix ? matrix->query_bytes(rows / lanes, call->head_dim) : rows * call->head_dim * e);
-    s->scores = pf_carve(at, matrix ? matrix->scratch_bytes(width / lanes, tile) : tile * width * e);
+    s->scores = pf_carve(at, matrix ? matrix->scratch_bytes : tile * width * e);
     s->k_tiles = pf_carve(at, matrix ? matrix->key_bytes(tile, call->head_dim) : 0);
     s->v_tiles = pf_carve(at, matrix ? matrix->value_bytes(tile, call->head_dim_v) : 0);
     s->k_copies = pf_carve(
@@ -156,9 +156,8 @@ static inline void pf_pack_matrix_panel(const pf_panel_scratch *s, const pf_bloc
             pf_narrow_row(s, context, copy, s->q_rows[r], call->q.stride_dim, call->head_dim, PF_BF16, 1.0);
             s->q_rows[r] = copy;
         }
-        context->matrix->pack_queries(pf_panel_queries(context, s, panel), panel->num_vectors, vector,
-                                      s->q_rows, (int32_t)num_rows, call->head_dim,
-                                      context->scale.query_factor < 0);
+        context->matrix->pack_queries(pf_panel_queries(context, s, panel), vector, s->q_rows,
+                                      (int32_t)num_rows, call->head_dim, context->scale.query_factor < 0);
     }
 }
 
@@ -222,8 +221,7 @@ static inline void pf_pack_keys(const pf_panel_scratch *s, const pf_block *block
     const pf_context *context = block->context;
     const int64_t first = keys.lo - border, num_keys = keys.hi - keys.lo;
     context->matrix->pack_keys(s->k_tiles, s->k_rows, first, num_keys, context->call->head_dim);
-    context->matrix->pack_values(s->v_tiles, s->v_rows, first, num_keys, context->call->head_dim_v,
-                                 context->plan.tile_prefill);
+    context->matrix->pack_values(s->v_tiles, s->v_rows, first, num_keys, context->call->head_dim_v);
 }
 
 /* The terms of a panel against keys of a tile; false if they hide all of them. */
@@ -286,7 +284,6 @@ static inline int pf_prepare_tile(const pf_panel_scratch *s, const pf_block *blo
                               .k_tiles = s->k_tiles,
                               .v_tiles = s->v_tiles,
                               .first_key = any.lo - base,
-                              .tile_keys = context->plan.tile_prefill,
                               .num_keys = any.hi - base,
                               .head_dim = call->head_dim,
                               .head_dim_v = call->head_dim_v,

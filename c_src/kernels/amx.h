@@ -1,18 +1,26 @@
 /* The prefill tile kernel on AMX. The same transposed products as in prefill.h, S^T = K Q^T and
- * O^T = V^T P^T, on tiles of 16 x 16 sums: two tiles of keys (or of value columns) times two of queries are
- * in registers at a time, so that each tile that is loaded serves two products. Weights are rounded to
- * bfloat16; scores, maxima and sums are float.
+ * O^T = V^T P^T, on tiles of 16 x 16 sums. Weights are rounded to bfloat16; scores, maxima and sums are
+ * float.
  *
- * The maximum is lazy: weights are taken relative to the maximum of earlier tiles, and only where a
- * score is so far above it that they would grow beyond 2^HEADROOM does a row's maximum move, and the
- * weights of the tile are taken again. So scores need no pass of their own for the maximum. */
+ * A tile register that is written again waits for the products that read it, and where two threads share a
+ * core there are no spare ones. So up to four tiles of the right factor are held, and the left one
+ * streams through a single register into one tile of sums: one load a product, and little to wait for. What
+ * waiting is left is filled with the weights. Work goes item by item, an item being one vector of queries
+ * against a group of keys: while the weights of one are taken, the scores of the next and the values of
+ * the one before are multiplied.
+ *
+ * The maximum is lazy: weights are taken relative to that of earlier items, and only where a score
+ * is so far above it that they would grow beyond 2^HEADROOM does a row's maximum move, and the weights of
+ * the item are taken again. So scores need no pass of their own for the maximum. */
 #ifndef PF_KERNELS_AMX_H
 #define PF_KERNELS_AMX_H
 
 enum {
-    amx_UNIT = 32, /* keys of two tiles of scores, and of one tile of weights */
-    amx_PANEL = 4, /* most vectors of queries side by side */
-    amx_TILE_KEYS = 256,
+    amx_UNIT = 32,      /* keys of two tiles of scores, and of one tile of weights */
+    amx_HELD = 4,       /* tiles of the right factor in registers */
+    amx_GROUP = 4 * 32, /* keys of an item: its weights are held at once */
+    amx_PANEL = 8,      /* most vectors of queries side by side */
+    amx_TILE_KEYS = 512,
     amx_HEADROOM = 8
 };
 
@@ -25,18 +33,14 @@ static int64_t amx_query_bytes(int64_t num_vectors, int64_t head_dim) {
 }
 
 static int64_t amx_units_bytes(int64_t num_keys, int64_t width) {
-    return pf_ceil_div(num_keys, amx_UNIT) * amx_steps(width) * 2 * amx_TILE_BYTES;
+    return pf_round_up(num_keys, amx_GROUP) / amx_UNIT * amx_steps(width) * 2 * amx_TILE_BYTES;
 }
 
-/* Scores, weights in pairs of keys, and two blocks of 2 x 2 tiles on their way to the outputs. */
-static int64_t amx_scratch_bytes(int64_t num_vectors, int64_t num_keys) {
-    return pf_round_up(num_keys, amx_UNIT) * num_vectors * (64 + 32) + 8 * amx_TILE_BYTES;
-}
-
-/* [step of 32 dims][vector] tiles of 16 pairs of dims x 16 queries. */
-static void amx_pack_queries(void *panel, int32_t num_vectors, int32_t vector, const void *const *rows,
-                             int32_t num_rows, int64_t head_dim, int negative) {
-    for (int64_t d = 0; d < head_dim; d += 32) {
+/* [vector][step of 32 dims] tiles of 16 pairs of dims x 16 queries. */
+static void amx_pack_queries(void *panel, int32_t vector, const void *const *rows, int32_t num_rows,
+                             int64_t head_dim, int negative) {
+    float *tile = (float *)panel + vector * amx_steps(head_dim) * 256;
+    for (int64_t d = 0; d < head_dim; d += 32, tile += 256) {
         f32_vec square[16];
         for (int w = 0; w < 16; w++) {
             const int64_t valid = w < num_rows ? head_dim - d : 0;
@@ -45,7 +49,6 @@ static void amx_pack_queries(void *panel, int32_t num_vectors, int32_t vector, c
                 square[w] = amx_turn_signs(square[w]);
         }
         f32_transpose(square);
-        float *tile = (float *)panel + (d / 32 * num_vectors + vector) * 256;
         for (int i = 0; i < 16; i++)
             f32_store(tile + i * 16, square[i]);
     }
@@ -63,15 +66,20 @@ static void amx_pack_keys(void *tiles, const void *const *rows, int64_t first, i
     }
 }
 
-/* [32 columns][unit][2] tiles of 16 columns x 32 keys. */
+/* Where the tile of columns [16 * part, ...) and of a unit of keys lies: [group][part][unit of the group]. */
+static int64_t amx_value_tile(int64_t unit, int64_t part, int64_t head_dim_v) {
+    const int64_t parts = 2 * amx_steps(head_dim_v);
+    return ((unit / amx_HELD * parts + part) * amx_HELD + unit % amx_HELD) * amx_TILE_BYTES;
+}
+
 static void amx_pack_values(void *tiles, const void *const *rows, int64_t first, int64_t num_rows,
-                            int64_t head_dim_v, int64_t num_keys) {
-    const int64_t units = pf_ceil_div(num_keys, amx_UNIT), end = first + num_rows;
+                            int64_t head_dim_v) {
+    const int64_t end = first + num_rows;
     for (int64_t unit = first / amx_UNIT; unit * amx_UNIT < end; unit++)
         for (int64_t d = 0; d < head_dim_v; d += 32) {
             f32_vec square[2][16];
             for (int i = 0; i < 16; i++) {
-                __m512i pair[2];
+                amx_halves pair[2];
                 for (int k = 0; k < 2; k++) {
                     const int64_t j = unit * amx_UNIT + 2 * i + k;
                     const uint16_t *value = j >= first && j < end ? rows[j - first] : 0;
@@ -81,256 +89,266 @@ static void amx_pack_values(void *tiles, const void *const *rows, int64_t first,
                 square[1][i] = amx_zip(pair[0], pair[1], 1);
             }
             for (int part = 0; part < 2; part++) {
-                float *tile = (float *)tiles + ((d / 32 * units + unit) * 2 + part) * 256;
+                char *tile = (char *)tiles + amx_value_tile(unit, d / 16 + part, head_dim_v);
                 f32_transpose(square[part]);
                 for (int i = 0; i < 16; i++)
-                    f32_store(tile + i * 16, square[part][i]);
+                    f32_store((float *)tile + i * 16, square[part][i]);
             }
         }
 }
 
-/* What the stages of a tile share. */
-typedef struct amx_panel {
-    const pf_prefill_tile *tile;
-    int64_t steps, first_unit, end_unit;
-    float *scores;  /* [key][width] */
-    float *weights; /* [pair of keys][width] */
-    float *sums;    /* [2][4] tiles */
-} amx_panel;
+/* One vector of queries against up to amx_GROUP keys, units [first_unit, first_unit + num_units) of the tile;
+ * lane i sees its keys [lo, hi). */
+typedef struct amx_item {
+    int64_t first_unit;
+    int vector, num_units;
+    int masked; /* whether any lane does not see all keys of the units */
+    f32_vec lo, hi, alpha;
+    float *scores; /* [key][16] */
+    float *pairs;  /* a tile of weights per unit */
+} amx_item;
 
-/* Scores of a unit against num_vectors (1 or 2) vectors of queries from `vector` on. */
-PF_INLINE void amx_score_unit(const int num_vectors, const int width, const amx_panel *p, int64_t unit,
-                              int vector) {
-    const pf_prefill_tile *tile = p->tile;
-    const char *keys = (const char *)tile->k_tiles + unit * 2 * p->steps * amx_TILE_BYTES;
-    const char *queries = (const char *)tile->q + vector * amx_TILE_BYTES;
-    amx_zero(0);
-    amx_zero(1);
-    if (num_vectors == 2) {
-        amx_zero(2);
-        amx_zero(3);
-    }
-    for (int64_t step = 0; step < p->steps; step++) {
-        amx_load(4, keys + step * amx_TILE_BYTES, 64);
-        amx_load(6, queries + step * width * amx_TILE_BYTES, 64);
-        amx_load(5, keys + (p->steps + step) * amx_TILE_BYTES, 64);
-        amx_dot(0, 4, 6);
-        amx_dot(1, 5, 6);
-        if (num_vectors == 2) {
-            amx_load(7, queries + (step * width + 1) * amx_TILE_BYTES, 64);
-            amx_dot(2, 4, 7);
-            amx_dot(3, 5, 7);
+typedef struct amx_scratch {
+    float scores[2][amx_GROUP * 16];
+    float pairs[2][amx_HELD * 256];
+    float sums[2][256]; /* on their way to the outputs */
+} amx_scratch;
+
+/* Makes the item of a vector and a group; returns 0 where no lane sees a key. */
+static int amx_make_item(const pf_prefill_tile *tile, int64_t group, int vector, amx_item *item) {
+    int64_t any_lo = tile->first_key, any_hi = tile->num_keys, all_lo = any_lo, all_hi = any_hi;
+    item->lo = f32_set1((float)any_lo);
+    item->hi = f32_set1((float)any_hi);
+    if (tile->lo) {
+        float ends[2][16];
+        any_lo = any_hi;
+        any_hi = all_lo;
+        for (int i = 0; i < 16; i++) {
+            const int32_t lo = tile->lo[vector * 16 + i], hi = tile->hi[vector * 16 + i];
+            ends[0][i] = (float)lo;
+            ends[1][i] = (float)hi;
+            all_lo = pf_max(all_lo, lo);
+            all_hi = pf_min(all_hi, hi);
+            if (lo < hi) {
+                any_lo = pf_min(any_lo, lo);
+                any_hi = pf_max(any_hi, hi);
+            }
         }
+        item->lo = f32_load(ends[0]);
+        item->hi = f32_load(ends[1]);
     }
-    float *scores = p->scores + (unit * amx_UNIT * width + vector) * 16;
-    amx_store(0, scores, width * 64);
-    amx_store(1, scores + 16 * width * 16, width * 64);
-    if (num_vectors == 2) {
-        amx_store(2, scores + 16, width * 64);
-        amx_store(3, scores + 16 * width * 16 + 16, width * 64);
-    }
+    any_lo = pf_max(any_lo, group * amx_GROUP);
+    any_hi = pf_min(any_hi, (group + 1) * amx_GROUP);
+    if (any_lo >= any_hi)
+        return 0;
+    item->vector = vector;
+    item->first_unit = any_lo / amx_UNIT;
+    item->num_units = (int)(pf_ceil_div(any_hi, amx_UNIT) - item->first_unit);
+    item->masked =
+        all_lo > item->first_unit * amx_UNIT || all_hi < (item->first_unit + item->num_units) * amx_UNIT;
+    return 1;
 }
 
-/* Keys [lo, hi) of each lane of a vector, as floats; of all lanes in `every`. */
-typedef struct amx_limits {
-    f32_vec lo, hi;
-    int64_t every_lo, every_hi;
-} amx_limits;
-
-PF_INLINE amx_limits amx_limits_of(const pf_prefill_tile *tile, int vector) {
-    amx_limits limits = {f32_set1((float)tile->first_key), f32_set1((float)tile->num_keys), tile->first_key,
-                         tile->num_keys};
-    if (!tile->lo)
-        return limits;
-    float ends[2][16];
-    for (int i = 0; i < 16; i++) {
-        const int32_t lo = tile->lo[vector * 16 + i], hi = tile->hi[vector * 16 + i];
-        ends[0][i] = (float)lo;
-        ends[1][i] = (float)hi;
-        limits.every_lo = pf_max(limits.every_lo, lo);
-        limits.every_hi = pf_min(limits.every_hi, hi);
-    }
-    limits.lo = f32_load(ends[0]);
-    limits.hi = f32_load(ends[1]);
-    return limits;
+/* 2^t for t up to some dozens; 0 for -inf. The polynomial is that of 2^f on [0, 1), of error 1.8e-7
+ * (tools/exp2_polynomial.py), 1 at 0. */
+PF_INLINE f32_vec amx_exp2(f32_vec t) {
+    const f32_vec f = amx_fraction(t);
+    f32_vec p = f32_set1(0x1.e97502p-10f);
+    p = f32_fma(p, f, f32_set1(0x1.277852p-7f));
+    p = f32_fma(p, f, f32_set1(0x1.c91ce6p-5f));
+    p = f32_fma(p, f, f32_set1(0x1.ebdb56p-3f));
+    p = f32_fma(p, f, f32_set1(0x1.62e4bap-1f));
+    p = f32_fma(p, f, f32_set1(1.0f));
+    return amx_times_power(p, t);
 }
 
-/* Weights of a unit against one vector of queries, relative to `m`; their sums join `sum`, and the
- * highest score joins `top`. */
-PF_INLINE void amx_weigh_unit(const int masked, const int width, const amx_panel *p, int64_t unit, int vector,
-                              const amx_limits *limits, f32_weights weights, f32_vec m, f32_vec *sum,
-                              f32_vec *top) {
-    const float *scores = p->scores + (unit * amx_UNIT * width + vector) * 16;
-    float *pairs = p->weights + (unit * 16 * width + vector) * 16;
-    for (int i = 0; i < 16; i++) {
-        f32_vec s[2], x[2];
+PF_INLINE void amx_hold(const char *tiles, int64_t n) {
+    amx_load(4, tiles, 64);
+    if (n > 1)
+        amx_load(5, tiles + amx_TILE_BYTES, 64);
+    if (n > 2)
+        amx_load(6, tiles + 2 * amx_TILE_BYTES, 64);
+    if (n > 3)
+        amx_load(7, tiles + 3 * amx_TILE_BYTES, 64);
+}
+
+/* Weights of an item that are being taken, pair of keys by pair of keys: [done, end), `share` at a time, for
+ * a maximum m. */
+typedef struct amx_weighing {
+    const amx_item *item;
+    int done, end, share;
+    f32_vec factor, base; /* a weight is 2^(score * factor - base) */
+    f32_vec sum, top;
+} amx_weighing;
+
+/* The next of them. */
+PF_INLINE void amx_weigh(const int masked, amx_weighing *w, int count) {
+    const amx_item *item = w->item;
+    for (int end = (int)pf_min(w->done + count, w->end); w->done < end; w->done++) {
+        f32_vec x[2];
         PF_UNROLL
         for (int k = 0; k < 2; k++) {
-            s[k] = f32_load(scores + (2 * i + k) * width * 16);
+            const int key = 2 * w->done + k;
+            f32_vec s = f32_load(item->scores + key * 16);
             if (masked)
-                s[k] = f32_keep(s[k], f32_set1((float)(unit * amx_UNIT + 2 * i + k)), limits->lo, limits->hi);
-            *top = f32_max(*top, s[k]);
-            x[k] = f32_weight(f32_sub(s[k], m), weights);
-            *sum = f32_add(*sum, x[k]);
+                s = f32_keep(s, f32_set1((float)(item->first_unit * amx_UNIT + key)), item->lo, item->hi);
+            w->top = f32_max(w->top, s);
+            x[k] = amx_exp2(amx_fms(s, w->factor, w->base));
+            w->sum = f32_add(w->sum, x[k]);
         }
-        f32_store(pairs + i * width * 16, amx_round_pairs(x[0], x[1]));
+        f32_store(item->pairs + w->done * 16, amx_round_pairs(x[0], x[1]));
     }
 }
 
-PF_INLINE void amx_weigh_vector(const int width, const amx_panel *p, int vector, f32_weights weights,
-                                f32_vec m, f32_vec *sum, f32_vec *top) {
-    const amx_limits limits = amx_limits_of(p->tile, vector);
-    *sum = f32_zero();
-    *top = m;
-    for (int64_t unit = p->first_unit; unit < p->end_unit; unit++) {
-        if (unit * amx_UNIT < limits.every_lo || (unit + 1) * amx_UNIT > limits.every_hi)
-            amx_weigh_unit(1, width, p, unit, vector, &limits, weights, m, sum, top);
-        else
-            amx_weigh_unit(0, width, p, unit, vector, &limits, weights, m, sum, top);
+/* Adds the products of n tiles with those that are held. A product waits for its tile, and the next tile for
+ * the product: weights are taken meanwhile. */
+PF_INLINE void amx_chain(const int masked, const char *tiles, int64_t n, amx_weighing *w) {
+    amx_load(3, tiles, 64);
+    amx_dot(0, 3, 4);
+    amx_weigh(masked, w, w->share);
+    if (n > 1) {
+        amx_load(3, tiles + amx_TILE_BYTES, 64);
+        amx_dot(0, 3, 5);
+        amx_weigh(masked, w, w->share);
+    }
+    if (n > 2) {
+        amx_load(3, tiles + 2 * amx_TILE_BYTES, 64);
+        amx_dot(0, 3, 6);
+        amx_weigh(masked, w, w->share);
+    }
+    if (n > 3) {
+        amx_load(3, tiles + 3 * amx_TILE_BYTES, 64);
+        amx_dot(0, 3, 7);
+        amx_weigh(masked, w, w->share);
     }
 }
 
-/* Columns [column, column + 32) of the weighted values of num_vectors vectors, from zero. */
-PF_INLINE void amx_value_columns(const int num_vectors, const int width, const amx_panel *p, int64_t column,
-                                 int vector, float *sums) {
-    const pf_prefill_tile *tile = p->tile;
-    const int64_t units = pf_ceil_div(tile->tile_keys, amx_UNIT);
-    const char *values = (const char *)tile->v_tiles + column / 32 * units * 2 * amx_TILE_BYTES;
+/* Scores of the 16 keys of a tile, against the queries of an item. */
+PF_INLINE void amx_score_keys(const int masked, const pf_prefill_tile *tile, const amx_item *item, int part,
+                              int64_t steps, amx_weighing *w) {
+    const char *queries = (const char *)tile->q + item->vector * steps * amx_TILE_BYTES;
+    const char *keys = (const char *)tile->k_tiles + (item->first_unit * 2 + part) * steps * amx_TILE_BYTES;
     amx_zero(0);
-    amx_zero(1);
-    if (num_vectors == 2) {
-        amx_zero(2);
-        amx_zero(3);
+    for (int64_t step = 0; step < steps; step += amx_HELD) {
+        const int64_t n = pf_min(steps - step, amx_HELD);
+        if (part == 0 || steps > amx_HELD)
+            amx_hold(queries + step * amx_TILE_BYTES, n);
+        amx_chain(masked, keys + step * amx_TILE_BYTES, n, w);
     }
-    for (int64_t unit = p->first_unit; unit < p->end_unit; unit++) {
-        const float *pairs = p->weights + (unit * 16 * width + vector) * 16;
-        amx_load(4, values + unit * 2 * amx_TILE_BYTES, 64);
-        amx_load(6, pairs, width * 64);
-        amx_load(5, values + (unit * 2 + 1) * amx_TILE_BYTES, 64);
-        amx_dot(0, 4, 6);
-        amx_dot(1, 5, 6);
-        if (num_vectors == 2) {
-            amx_load(7, pairs + 16, width * 64);
-            amx_dot(2, 4, 7);
-            amx_dot(3, 5, 7);
-        }
-    }
+    amx_store(0, item->scores + part * 256, 64);
+}
+
+/* The values of 16 columns, weighted with those of an item, from zero. */
+PF_INLINE void amx_value_columns(const int masked, const pf_prefill_tile *tile, const amx_item *item,
+                                 int64_t part, float *sums, amx_weighing *w) {
+    if (part == 0)
+        amx_hold((const char *)item->pairs, item->num_units);
+    amx_zero(0);
+    amx_chain(masked, (const char *)tile->v_tiles + amx_value_tile(item->first_unit, part, tile->head_dim_v),
+              item->num_units, w);
     amx_store(0, sums, 64);
-    amx_store(1, sums + 256, 64);
-    if (num_vectors == 2) {
-        amx_store(2, sums + 512, 64);
-        amx_store(3, sums + 768, 64);
-    }
 }
 
-/* What value_columns left behind joins the outputs. */
-PF_INLINE void amx_fold_columns(const int num_vectors, const int width, const amx_panel *p, int64_t column,
-                                int vector, const float *sums, const f32_vec *alpha) {
-    const int64_t num_columns = pf_min(p->tile->head_dim_v - column, 32);
-    float *o = (float *)p->tile->o + (column * width + vector) * 16;
+/* They join the outputs. */
+PF_INLINE void amx_fold_columns(const pf_prefill_tile *tile, const amx_item *item, int64_t part,
+                                const float *sums) {
+    const int64_t width = tile->num_vectors * 16;
+    float *o = (float *)tile->o + part * 16 * width + item->vector * 16;
+    const int64_t num_columns = pf_min(tile->head_dim_v - part * 16, 16);
     for (int64_t c = 0; c < num_columns; c++) {
-        PF_UNROLL
-        for (int w = 0; w < num_vectors; w++) {
-            float *place = o + (c * width + w) * 16;
-            f32_store(place, f32_fma(f32_load(place), alpha[vector + w], f32_load(sums + w * 512 + c * 16)));
-        }
+        float *place = o + c * width;
+        f32_store(place, f32_fma(f32_load(place), item->alpha, f32_load(sums + c * 16)));
     }
 }
 
-PF_INLINE void amx_fold_block(const int width, const amx_panel *p, int64_t column, int vector,
-                              const float *sums, const f32_vec *alpha) {
-    if (vector + 2 <= width)
-        amx_fold_columns(2, width, p, column, vector, sums, alpha);
-    else
-        amx_fold_columns(1, width, p, column, vector, sums, alpha);
+/* One step of the pipeline: scores of `next`, weights of `now`, outputs of `before`; any may be missing. */
+PF_INLINE void amx_step(const int masked, const pf_prefill_tile *tile, amx_scratch *scratch,
+                        const amx_item *next, amx_item *now, const amx_item *before) {
+    const int64_t steps = amx_steps(tile->head_dim), parts = pf_ceil_div(tile->head_dim_v, 16);
+    const int num_scores = next ? 2 * next->num_units : 0, num_values = before ? (int)parts : 0;
+    const int64_t products = num_scores * steps + (before ? num_values * before->num_units : 0);
+    const f32_vec factor = f32_set1((float)tile->scale_log2), lowest = f32_set1(f32_LOWEST);
+    amx_weighing w = {.item = now, .end = now ? 16 * now->num_units : 0, .factor = factor};
+    float *m = (float *)tile->m, *l = (float *)tile->l;
+    f32_vec own = lowest;
+    if (now) {
+        m += now->vector * 16;
+        l += now->vector * 16;
+        own = f32_load(m);
+        if (tile->terms)
+            f32_vector_terms(tile, now->vector, now->scores, 16, now->first_unit * amx_UNIT,
+                             pf_min((now->first_unit + now->num_units) * amx_UNIT, tile->num_keys));
+        w.share = products ? (int)pf_ceil_div(w.end, products) : 0;
+    }
+    w.base = f32_max(lowest, f32_mul(own, factor)); /* a number, so that -inf has weight 0 */
+    w.sum = f32_zero();
+    w.top = own;
+    for (int i = 0; i < num_scores; i++)
+        amx_score_keys(masked, tile, next, i, steps, &w);
+    for (int i = 0; i < num_values; i++) {
+        amx_value_columns(masked, tile, before, i, scratch->sums[i & 1], &w);
+        if (i > 0) /* what a tile has stored can be read fast only after a while */
+            amx_fold_columns(tile, before, i - 1, scratch->sums[(i - 1) & 1]);
+    }
+    amx_weigh(masked, &w, w.end);
+    if (num_values)
+        amx_fold_columns(tile, before, num_values - 1, scratch->sums[(num_values - 1) & 1]);
+    if (!now)
+        return;
+    const f32_vec limit = f32_add(own, f32_set1((float)(amx_HEADROOM / tile->scale_log2)));
+    now->alpha = f32_set1(1);
+    if (amx_any_above(w.top, limit)) { /* only the rows concerned move; the others come out the same */
+        const f32_vec moved = amx_where_above(w.top, limit, w.top, own);
+        const f32_vec base = f32_max(lowest, f32_mul(moved, factor));
+        now->alpha = amx_exp2(f32_sub(w.base, base));
+        w.base = base;
+        w.sum = f32_zero();
+        w.done = 0;
+        amx_weigh(masked, &w, w.end);
+        f32_store(m, moved);
+    }
+    f32_store(l, f32_fma(f32_load(l), now->alpha, w.sum));
 }
-
-PF_INLINE void amx_body(const int width, const pf_prefill_tile *tile) {
-    const int64_t room = pf_round_up(tile->tile_keys, amx_UNIT);
-    float *scratch = tile->scores;
-    const amx_panel panel = {.tile = tile,
-                             .steps = amx_steps(tile->head_dim),
-                             .first_unit = tile->first_key / amx_UNIT,
-                             .end_unit = pf_ceil_div(tile->num_keys, amx_UNIT),
-                             .scores = scratch,
-                             .weights = scratch + room * width * 16,
-                             .sums = scratch + room * width * 24};
-    const f32_weights weights = f32_weights_of(tile->scale_log2);
-    const f32_vec headroom = f32_set1((float)(amx_HEADROOM / tile->scale_log2));
-    float *m = tile->m, *l = tile->l;
-    f32_vec alpha[amx_PANEL];
-
-    for (int64_t unit = panel.first_unit; unit < panel.end_unit; unit++) {
-        int w = 0;
-        for (; w + 2 <= width; w += 2)
-            amx_score_unit(2, width, &panel, unit, w);
-        if (w < width)
-            amx_score_unit(1, width, &panel, unit, w);
-    }
-    if (tile->terms) {
-        f32_vec highest[8];
-        f32_panel_terms(tile, highest);
-    }
-    for (int w = 0; w < width; w++) {
-        f32_vec sum, top, own = f32_load(m + w * 16);
-        const f32_vec before = own;
-        amx_weigh_vector(width, &panel, w, weights, own, &sum, &top);
-        const f32_vec limit = f32_add(own, headroom);
-        if (amx_any_above(top, limit)) { /* only the rows concerned move; the others come out the same */
-            own = amx_where_above(top, limit, top, own);
-            amx_weigh_vector(width, &panel, w, weights, own, &sum, &top);
-            f32_store(m + w * 16, own);
-        }
-        alpha[w] = f32_weight(f32_sub(before, own), weights);
-        f32_store(l + w * 16, f32_fma(f32_load(l + w * 16), alpha[w], sum));
-    }
-    /* A block of sums joins the outputs one block later: what a tile has stored can be read fast only
-     * after a while. */
-    float *late = panel.sums + 1024, *now = panel.sums;
-    int64_t late_column = -1;
-    int late_vector = 0;
-    for (int64_t column = 0; column < tile->head_dim_v; column += 32)
-        for (int w = 0; w < width; w += 2) {
-            if (w + 2 <= width)
-                amx_value_columns(2, width, &panel, column, w, now);
-            else
-                amx_value_columns(1, width, &panel, column, w, now);
-            if (late_column >= 0)
-                amx_fold_block(width, &panel, late_column, late_vector, late, alpha);
-            late_column = column;
-            late_vector = w;
-            float *other = late;
-            late = now;
-            now = other;
-        }
-    amx_fold_block(width, &panel, late_column, late_vector, late, alpha);
-}
-
-#define PF_INSTANCE_AMX(n)                                                                                   \
-    static void amx_prefill_##n(const pf_prefill_tile *tile) {                                               \
-        amx_body(n, tile);                                                                                   \
-    }
-PF_INSTANCE_AMX(1)
-PF_INSTANCE_AMX(2)
-PF_INSTANCE_AMX(3)
-PF_INSTANCE_AMX(4)
 
 static void amx_prefill_tile(const pf_prefill_tile *tile) {
-    static void (*const instance[amx_PANEL])(const pf_prefill_tile *tile) = {amx_prefill_1, amx_prefill_2,
-                                                                             amx_prefill_3, amx_prefill_4};
+    amx_scratch *scratch = tile->scores;
+    amx_item items[3], *now = 0, *before = 0;
+    int64_t group = tile->first_key / amx_GROUP;
+    int vector = 0;
     amx_start();
-    instance[tile->num_vectors - 1](tile);
+    for (int64_t i = 0;; i++) {
+        amx_item *next = items + i % 3;
+        int found = 0;
+        while (!found && group * amx_GROUP < tile->num_keys) {
+            found = amx_make_item(tile, group, vector, next);
+            if (++vector == tile->num_vectors) {
+                vector = 0;
+                group++;
+            }
+        }
+        next->scores = scratch->scores[i % 2];
+        next->pairs = scratch->pairs[i % 2];
+        if (!found)
+            next = 0;
+        if (!next && !now && !before)
+            break;
+        if (now && now->masked)
+            amx_step(1, tile, scratch, next, now, before);
+        else
+            amx_step(0, tile, scratch, next, now, before);
+        before = now;
+        now = next;
+    }
     amx_stop();
 }
 
 static const pf_matrix_kernels amx_kernels = {
     .panel_vectors = amx_PANEL,
     .tile_keys = amx_TILE_KEYS,
-    .unit_keys = amx_UNIT,
+    .scratch_bytes = sizeof(amx_scratch),
     .query_bytes = amx_query_bytes,
     .key_bytes = amx_units_bytes,
     .value_bytes = amx_units_bytes,
-    .scratch_bytes = amx_scratch_bytes,
     .pack_queries = amx_pack_queries,
     .pack_keys = amx_pack_keys,
     .pack_values = amx_pack_values,

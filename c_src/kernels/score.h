@@ -48,53 +48,58 @@ PF_INLINE V(vec) V(biased)(V(vec) s, V(vec) bias) {
     return V(where_below)(bias, lowest, V(set1)(-(V(elem))__builtin_inff()), kept);
 }
 
-/* Final scores of a panel, in place: all terms, then the selection by spans. Returns the maximum of
- * each lane in `top`. */
-static __attribute__((noinline)) void V(panel_terms)(const pf_prefill_tile *tile, V(vec) * top) {
+/* Final scores of one vector of a panel against the tile's keys [first, end), in place: all terms, then the
+ * selection by spans. `scores` are those of key `first`, keys are `stride` apart. Returns the maximum of each
+ * lane. */
+static __attribute__((noinline)) V(vec)
+    V(vector_terms)(const pf_prefill_tile *tile, int vector, V(elem) * scores, int64_t stride, int64_t first,
+                    int64_t end) {
     const pf_terms *t = tile->terms;
     const V(terms) c = V(terms_of)(t);
-    const int num_vectors = tile->num_vectors;
-    const int64_t width = (int64_t)num_vectors * V(LANES);
+    const int64_t width = (int64_t)tile->num_vectors * V(LANES), lane = vector * V(LANES);
     const V(elem) *slopes = t->slopes, *distance = t->distance, *added = t->added;
     const V(elem) *added_to_all = t->added_to_all;
-    for (int w = 0; w < num_vectors; w++) {
-        const int64_t first = w * V(LANES);
-        V(vec) lo = V(zero)(), hi = V(zero)(), highest = V(set1)(V(LOWEST));
-        if (tile->lo) {
-            V(elem) ends[2][V(LANES)];
-            for (int i = 0; i < V(LANES); i++) {
-                ends[0][i] = (V(elem))tile->lo[first + i];
-                ends[1][i] = (V(elem))tile->hi[first + i];
-            }
-            lo = V(load)(ends[0]);
-            hi = V(load)(ends[1]);
+    V(vec) lo = V(zero)(), hi = V(zero)(), highest = V(set1)(V(LOWEST));
+    if (tile->lo) {
+        V(elem) ends[2][V(LANES)];
+        for (int i = 0; i < V(LANES); i++) {
+            ends[0][i] = (V(elem))tile->lo[lane + i];
+            ends[1][i] = (V(elem))tile->hi[lane + i];
         }
-        for (int64_t j = 0; j < tile->num_keys; j++) {
-            V(elem) *place = (V(elem) *)tile->scores + j * width + first;
-            V(vec) s = V(scaled_and_capped)(V(load)(place), t, &c);
-            if (t->score_mod) {
-                V(store)(place, s);
-                for (int i = 0; i < V(LANES); i++)
-                    place[i] = V(narrow)(t->score_mod(place[i], t->batch, t->head[first + i],
-                                                      t->position[first + i], t->first_key + j));
-                s = V(load)(place);
-            }
-            if (slopes) {
-                const V(vec) away =
-                    V(abs)(V(sub)(V(load)(distance + first), V(set1)((V(elem))(t->tile_key + j))));
-                s = V(sub)(s, V(mul)(V(load)(slopes + first), away));
-            }
-            if (added)
-                s = V(biased)(s, V(load)(added + j * width + first));
-            else if (added_to_all)
-                s = V(biased)(s, V(set1)(added_to_all[j]));
-            if (tile->lo)
-                s = V(keep)(s, V(set1)((V(elem))j), lo, hi);
-            V(store)(place, s);
-            highest = V(max)(highest, s);
-        }
-        top[w] = highest;
+        lo = V(load)(ends[0]);
+        hi = V(load)(ends[1]);
     }
+    for (int64_t j = first; j < end; j++) {
+        V(elem) *place = scores + (j - first) * stride;
+        V(vec) s = V(scaled_and_capped)(V(load)(place), t, &c);
+        if (t->score_mod) {
+            V(store)(place, s);
+            for (int i = 0; i < V(LANES); i++)
+                place[i] = V(narrow)(t->score_mod(place[i], t->batch, t->head[lane + i],
+                                                  t->position[lane + i], t->first_key + j));
+            s = V(load)(place);
+        }
+        if (slopes) {
+            const V(vec) away = V(abs)(V(sub)(V(load)(distance + lane), V(set1)((V(elem))(t->tile_key + j))));
+            s = V(sub)(s, V(mul)(V(load)(slopes + lane), away));
+        }
+        if (added)
+            s = V(biased)(s, V(load)(added + j * width + lane));
+        else if (added_to_all)
+            s = V(biased)(s, V(set1)(added_to_all[j]));
+        if (tile->lo)
+            s = V(keep)(s, V(set1)((V(elem))j), lo, hi);
+        V(store)(place, s);
+        highest = V(max)(highest, s);
+    }
+    return highest;
+}
+
+/* The same of a panel, against all keys of the tile. */
+PF_INLINE void V(panel_terms)(const pf_prefill_tile *tile, V(vec) * top) {
+    const int64_t width = (int64_t)tile->num_vectors * V(LANES);
+    for (int w = 0; w < tile->num_vectors; w++)
+        top[w] = V(vector_terms)(tile, w, (V(elem) *)tile->scores + w * V(LANES), width, 0, tile->num_keys);
 }
 
 /* All terms of the scores of row r against keys [key_lo, key_hi) of a block, in place; what lies

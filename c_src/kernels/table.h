@@ -39,7 +39,7 @@ typedef struct pf_prefill_tile {
     void *o;                       /* real [head_dim_v][width] */
     const pf_terms *terms;         /* null: none */
     const void *k_tiles, *v_tiles; /* for a matrix unit, instead of rows: packed keys from 0 on */
-    int64_t first_key, tile_keys;  /* those below first_key are not there; keys that v_tiles has room for */
+    int64_t first_key;             /* those below are not there */
     int64_t num_keys, head_dim, head_dim_v;
     double scale_log2;
     int32_t num_vectors;
@@ -120,22 +120,22 @@ typedef struct pf_real_kernels {
 
 /* The prefill family on a matrix unit: bfloat16 queries, keys and values are packed into its tiles instead
  * of being read as rows of reals. Keys of a tile count from its border, so that they always meet the same
- * neighbours; those that are not there are zeros, in whole units of `unit_keys`. Scores, states and outputs
+ * neighbours; those that are not there are zeros, in whole units. Scores, states and outputs
  * are those of the float kernels. */
 typedef struct pf_matrix_kernels {
-    int32_t panel_vectors, tile_keys, unit_keys;
+    int32_t panel_vectors, tile_keys;
     int64_t (*query_bytes)(int64_t num_vectors, int64_t head_dim);
     int64_t (*key_bytes)(int64_t num_keys, int64_t head_dim);
     int64_t (*value_bytes)(int64_t num_keys, int64_t head_dim_v);
-    int64_t (*scratch_bytes)(int64_t num_vectors, int64_t num_keys); /* pf_prefill_tile.scores */
+    int64_t scratch_bytes; /* pf_prefill_tile.scores */
     /* Rows of bfloat16, unit stride. Queries of one vector, with their signs turned if `negative`; keys
      * and values [first, first + num_rows) of a tile. */
-    void (*pack_queries)(void *panel, int32_t num_vectors, int32_t vector, const void *const *rows,
-                         int32_t num_rows, int64_t head_dim, int negative);
+    void (*pack_queries)(void *panel, int32_t vector, const void *const *rows, int32_t num_rows,
+                         int64_t head_dim, int negative);
     void (*pack_keys)(void *tiles, const void *const *rows, int64_t first, int64_t num_rows,
                       int64_t head_dim);
     void (*pack_values)(void *tiles, const void *const *rows, int64_t first, int64_t num_rows,
-                        int64_t head_dim_v, int64_t num_keys);
+                        int64_t head_dim_v);
     void (*prefill_tile)(const pf_prefill_tile *tile);
 } pf_matrix_kernels;
 

@@ -63,23 +63,25 @@ static inline void amx_dot(int t, int a, int b) {
 }
 #endif
 
+typedef __m512i amx_halves;
+
 /* 32 halves, those from n on 0. */
-static inline __m512i amx_load_halves(const void *p, int64_t n) {
+static inline amx_halves amx_load_halves(const void *p, int64_t n) {
     if (n >= 32)
         return _mm512_loadu_si512(p);
     return n <= 0 ? _mm512_setzero_si512() : _mm512_maskz_loadu_epi16((__mmask32)((1u << n) - 1), p);
 }
-static inline void amx_store_halves(void *p, __m512i x) {
+static inline void amx_store_halves(void *p, amx_halves x) {
     _mm512_storeu_si512(p, x);
 }
-static inline f32_vec amx_as_vec(__m512i x) {
+static inline f32_vec amx_as_vec(amx_halves x) {
     return _mm512_castsi512_ps(x);
 }
 static inline f32_vec amx_turn_signs(f32_vec x) {
     return _mm512_castsi512_ps(_mm512_xor_si512(_mm512_castps_si512(x), _mm512_set1_epi32((int)0x80008000)));
 }
 /* Pairs of the halves [16 * part, 16 * part + 16) of two rows: dword i is (even[i], odd[i]). */
-static inline f32_vec amx_zip(__m512i even, __m512i odd, const int part) {
+static inline f32_vec amx_zip(amx_halves even, amx_halves odd, const int part) {
     const __m256i e = part ? _mm512_extracti64x4_epi64(even, 1) : _mm512_castsi512_si256(even);
     const __m256i o = part ? _mm512_extracti64x4_epi64(odd, 1) : _mm512_castsi512_si256(odd);
     const __m512i low = _mm512_cvtepu16_epi32(e), high = _mm512_cvtepu16_epi32(o);
@@ -91,6 +93,17 @@ static inline f32_vec amx_round_pairs(f32_vec even, f32_vec odd) {
     const __m512i low = _mm512_srli_epi32(_mm512_add_epi32(_mm512_castps_si512(even), half), 16);
     const __m512i high = _mm512_add_epi32(_mm512_castps_si512(odd), half);
     return _mm512_castsi512_ps(_mm512_ternarylogic_epi32(upper, high, low, 0xca)); /* upper ? high : low */
+}
+static inline f32_vec amx_fms(f32_vec a, f32_vec b, f32_vec c) {
+    return _mm512_fmsub_ps(a, b, c);
+}
+/* t - floor(t); 0 for infinities. */
+static inline f32_vec amx_fraction(f32_vec t) {
+    return _mm512_reduce_ps(t, 9);
+}
+/* p * 2^floor(t). */
+static inline f32_vec amx_times_power(f32_vec p, f32_vec t) {
+    return _mm512_scalef_ps(p, t);
 }
 /* Whether a > b in any lane. */
 static inline int amx_any_above(f32_vec a, f32_vec b) {
