@@ -80,16 +80,26 @@ static void run_split(const pf_scratch *s, const pf_block *block, pf_state state
         run_side(s, block, state, split, side);
 }
 
-/* Merge the states of two splits, panel by panel. */
+/* The outputs of a panel lie [dim][width], those of a matrix unit vector by vector: so part by part of a
+ * panel, each of `width` vectors. */
+static int32_t part_vectors(const pf_block *block, const pf_panel *panel) {
+    return block->context->matrix ? 1 : panel->num_vectors;
+}
+
+/* Merge the states of two splits, part by part. */
 static void merge_block(const void *owner, pf_state into, pf_state from) {
     const pf_block *block = owner;
+    pf_panel part = {.first_vector = 0};
     for (int64_t p = 0; p < block->num_panels; p++) {
         const pf_panel panel = pf_get_panel(block, p);
-        const pf_state a = panel_state(block, &into, &panel), b = panel_state(block, &from, &panel);
-        const int64_t width = (int64_t)panel.num_vectors * block->context->kernels->lanes;
-        block->context->kernels->state_merge(a.m, a.l, a.o, b.m, b.l, b.o, width,
-                                             block->context->call->head_dim_v, 1, width,
-                                             block->context->scale.log2);
+        const int64_t width = part_vectors(block, &panel) * block->context->kernels->lanes;
+        const int64_t end = panel.first_vector + panel.num_vectors;
+        for (; part.first_vector < end; part.first_vector += part_vectors(block, &panel)) {
+            const pf_state a = panel_state(block, &into, &part), b = panel_state(block, &from, &part);
+            block->context->kernels->state_merge(a.m, a.l, a.o, b.m, b.l, b.o, width,
+                                                 block->context->call->head_dim_v, 1, width,
+                                                 block->context->scale.log2);
+        }
     }
 }
 
@@ -105,8 +115,10 @@ static void finish_block(const pf_context *context, const pf_scratch *s, const p
         const pf_panel panel = pf_get_panel(block, p);
         const pf_state part = panel_state(block, &state, &panel);
         for (int32_t vector = 0; vector < panel.num_vectors; vector++) {
-            context->kernels->unpack_rows(part.o, panel.num_vectors, vector, context->call->head_dim_v,
-                                          s->panels.rows, s->panels.row_stride);
+            const int32_t together = part_vectors(block, &panel), first = vector / together * together;
+            const int64_t before = first * lanes * context->call->head_dim_v * context->elem_bytes;
+            context->kernels->unpack_rows((char *)part.o + before, together, vector - first,
+                                          context->call->head_dim_v, s->panels.rows, s->panels.row_stride);
             for (int64_t w = 0; w < lanes && panel.first_row + vector * lanes + w < end; w++) {
                 const int64_t lane = vector * lanes + w, row = panel.first_row + lane;
                 const double m = pf_real_at(context, part.m, lane), l = pf_real_at(context, part.l, lane);

@@ -252,13 +252,10 @@ PF_INLINE void amx_value_columns(const int masked, const pf_prefill_tile *tile, 
 /* They join the outputs. */
 PF_INLINE void amx_fold_columns(const pf_prefill_tile *tile, const amx_item *item, int64_t part,
                                 const float *sums) {
-    const int64_t width = tile->num_vectors * 16;
-    float *o = (float *)tile->o + part * 16 * width + item->vector * 16;
-    const int64_t num_columns = pf_min(tile->head_dim_v - part * 16, 16);
-    for (int64_t c = 0; c < num_columns; c++) {
-        float *place = o + c * width;
-        f32_store(place, f32_fma(f32_load(place), item->alpha, f32_load(sums + c * 16)));
-    }
+    const int64_t first = part * 16, num_columns = pf_min(tile->head_dim_v - first, 16);
+    float *o = (float *)tile->o + (item->vector * tile->head_dim_v + first) * 16;
+    for (int64_t i = 0; i < num_columns * 16; i += 16)
+        f32_store(o + i, f32_fma(f32_load(o + i), item->alpha, f32_load(sums + i)));
 }
 
 /* One step of the pipeline: scores of `next`, weights of `now`, outputs of `before`; any may be missing. */

@@ -36,7 +36,7 @@ typedef struct pf_prefill_tile {
     const int32_t *lo, *hi;        /* [width]: lane w sees keys lo[w] <= j < hi[w]; null: all keys */
     void *scores;                  /* real [num_keys][width], scratch */
     void *m, *l;                   /* real [width] */
-    void *o;                       /* real [head_dim_v][width] */
+    void *o; /* real [head_dim_v][width]; of a matrix unit [vector][head_dim_v][lanes] */
     const pf_terms *terms;         /* null: none */
     const void *k_tiles, *v_tiles; /* for a matrix unit, instead of rows: packed keys from 0 on */
     int64_t first_key;             /* those below are not there */
