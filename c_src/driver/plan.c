@@ -19,8 +19,11 @@ static int64_t clamp(int64_t x, int64_t lo, int64_t hi) {
  * that threads find work. Bits do not depend on it. */
 static int64_t choose_panels(const pf_context *context, int64_t num_panels, int64_t longest) {
     const pf_attention_call *call = context->call;
-    const int64_t panel_bytes =
-        context->plan.panel_rows * (call->head_dim + call->head_dim_v) * context->elem_bytes;
+    const int64_t rows = context->plan.panel_rows, e = context->elem_bytes;
+    const int64_t query_bytes = context->matrix
+                                    ? context->matrix->query_bytes(pf_panel_vectors(context), call->head_dim)
+                                    : rows * call->head_dim * e;
+    const int64_t panel_bytes = query_bytes + rows * call->head_dim_v * e;
     const int64_t fit = clamp(BLOCK_BYTES / panel_bytes, 1, MAX_PANELS);
     const int64_t fair =
         context->plan.num_threads > 1 ? num_panels / (ITEMS_PER_THREAD * context->plan.num_threads) : fit;
@@ -95,7 +98,9 @@ void pf_make_context(pf_context *context, const pf_attention_call *call) {
     context->call = call;
     context->next_prefill_item = 0;
     pf_make_terms(context);
-    *plan = (pf_plan){.num_splits = 1, .panel_rows = kernels->lanes * pf_panel_vectors(context)};
+    *plan = (pf_plan){.num_splits = 1,
+                      .matrix = context->matrix != 0,
+                      .panel_rows = kernels->lanes * pf_panel_vectors(context)};
     const pf_survey found = survey(call, plan);
     context->tree_nodes = found.tree_nodes;
     /* A number that was asked for is kept; of the default, only what the work is worth. */

@@ -20,7 +20,7 @@ enum {
     amx_HELD = 4,       /* tiles of the right factor in registers */
     amx_GROUP = 4 * 32, /* keys of an item: its weights are held at once */
     amx_PANEL = 8,      /* most vectors of queries side by side */
-    amx_TILE_KEYS = 512,
+    amx_TILE_KEYS = 256,
     amx_HEADROOM = 8
 };
 
@@ -177,7 +177,7 @@ PF_INLINE void amx_hold(const char *tiles, int64_t n) {
 typedef struct amx_weighing {
     const amx_item *item;
     int done, end, share;
-    f32_vec factor, base; /* a weight is 2^(score * factor - base) */
+    f32_vec factor, m; /* a weight is 2^((score - m) * factor) */
     f32_vec sum, top;
 } amx_weighing;
 
@@ -193,7 +193,7 @@ PF_INLINE void amx_weigh(const int masked, amx_weighing *w, int count) {
             if (masked)
                 s = f32_keep(s, f32_set1((float)(item->first_unit * amx_UNIT + key)), item->lo, item->hi);
             w->top = f32_max(w->top, s);
-            x[k] = amx_exp2(amx_fms(s, w->factor, w->base));
+            x[k] = amx_exp2(f32_mul(f32_sub(s, w->m), w->factor));
             w->sum = f32_add(w->sum, x[k]);
         }
         f32_store(item->pairs + w->done * 16, amx_round_pairs(x[0], x[1]));
@@ -264,10 +264,10 @@ PF_INLINE void amx_step(const int masked, const pf_prefill_tile *tile, amx_scrat
     const int64_t steps = amx_steps(tile->head_dim), parts = pf_ceil_div(tile->head_dim_v, 16);
     const int num_scores = next ? 2 * next->num_units : 0, num_values = before ? (int)parts : 0;
     const int64_t products = num_scores * steps + (before ? num_values * before->num_units : 0);
-    const f32_vec factor = f32_set1((float)tile->scale_log2), lowest = f32_set1(f32_LOWEST);
+    const f32_vec factor = f32_set1((float)tile->scale_log2);
     amx_weighing w = {.item = now, .end = now ? 16 * now->num_units : 0, .factor = factor};
     float *m = (float *)tile->m, *l = (float *)tile->l;
-    f32_vec own = lowest;
+    f32_vec own = f32_zero();
     if (now) {
         m += now->vector * 16;
         l += now->vector * 16;
@@ -277,7 +277,7 @@ PF_INLINE void amx_step(const int masked, const pf_prefill_tile *tile, amx_scrat
                              pf_min((now->first_unit + now->num_units) * amx_UNIT, tile->num_keys));
         w.share = products ? (int)pf_ceil_div(w.end, products) : 0;
     }
-    w.base = f32_max(lowest, f32_mul(own, factor)); /* a number, so that -inf has weight 0 */
+    w.m = own;
     w.sum = f32_zero();
     w.top = own;
     for (int i = 0; i < num_scores; i++)
@@ -296,9 +296,8 @@ PF_INLINE void amx_step(const int masked, const pf_prefill_tile *tile, amx_scrat
     now->alpha = f32_set1(1);
     if (amx_any_above(w.top, limit)) { /* only the rows concerned move; the others come out the same */
         const f32_vec moved = amx_where_above(w.top, limit, w.top, own);
-        const f32_vec base = f32_max(lowest, f32_mul(moved, factor));
-        now->alpha = amx_exp2(f32_sub(w.base, base));
-        w.base = base;
+        now->alpha = amx_exp2(f32_mul(f32_sub(own, moved), factor));
+        w.m = moved;
         w.sum = f32_zero();
         w.done = 0;
         amx_weigh(masked, &w, w.end);

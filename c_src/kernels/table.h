@@ -30,14 +30,14 @@ typedef struct pf_terms {
 
 /* A panel of query rows, one in each lane of num_vectors vectors: width = num_vectors * lanes. */
 typedef struct pf_prefill_tile {
-    const void *q;                 /* real [head_dim][width] */
-    const void *const *k_rows;     /* num_keys pointers to real [head_dim] */
-    const void *const *v_rows;     /* num_keys pointers to real [head_dim_v] */
-    const int32_t *lo, *hi;        /* [width]: lane w sees keys lo[w] <= j < hi[w]; null: all keys */
-    void *scores;                  /* real [num_keys][width], scratch */
-    void *m, *l;                   /* real [width] */
-    void *o; /* real [head_dim_v][width]; of a matrix unit [vector][head_dim_v][lanes] */
-    const pf_terms *terms;         /* null: none */
+    const void *q;             /* real [head_dim][width] */
+    const void *const *k_rows; /* num_keys pointers to real [head_dim] */
+    const void *const *v_rows; /* num_keys pointers to real [head_dim_v] */
+    const int32_t *lo, *hi;    /* [width]: lane w sees keys lo[w] <= j < hi[w]; null: all keys */
+    void *scores;              /* real [num_keys][width], scratch */
+    void *m, *l;               /* real [width] */
+    void *o;                   /* real [head_dim_v][width]; of a matrix unit [vector][head_dim_v][lanes] */
+    const pf_terms *terms;     /* null: none */
     const void *k_tiles, *v_tiles; /* for a matrix unit, instead of rows: packed keys from 0 on */
     int64_t first_key;             /* those below are not there */
     int64_t num_keys, head_dim, head_dim_v;

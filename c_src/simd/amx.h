@@ -27,40 +27,7 @@ static inline void amx_stop(void) {
 #define amx_store(t, p, stride) _tile_stored(t, p, stride)
 #define amx_dot(t, a, b) _tile_dpbf16ps(t, a, b)
 #else
-/* The same in plain C, to test on other machines what is built on it. */
-static _Thread_local union {
-    float f[16][16];
-    uint16_t h[16][32];
-} amx_tiles[8];
-static inline float amx_widened(uint16_t h) {
-    const uint32_t bits = (h & 0x7f80) ? (uint32_t)h << 16 : (uint32_t)(h & 0x8000) << 16;
-    float x;
-    __builtin_memcpy(&x, &bits, sizeof x);
-    return x;
-}
-static inline void amx_start(void) {}
-static inline void amx_stop(void) {}
-static inline void amx_zero(int t) {
-    __builtin_memset(&amx_tiles[t], 0, sizeof amx_tiles[t]);
-}
-static inline void amx_load(int t, const void *p, int64_t stride) {
-    for (int r = 0; r < 16; r++)
-        __builtin_memcpy(amx_tiles[t].f[r], (const char *)p + r * stride, 64);
-}
-static inline void amx_store(int t, void *p, int64_t stride) {
-    for (int r = 0; r < 16; r++)
-        __builtin_memcpy((char *)p + r * stride, amx_tiles[t].f[r], 64);
-}
-static inline void amx_dot(int t, int a, int b) {
-    for (int m = 0; m < 16; m++)
-        for (int k = 0; k < 16; k++)
-            for (int n = 0; n < 16; n++) {
-                float sum = amx_tiles[t].f[m][n];
-                sum += amx_widened(amx_tiles[a].h[m][2 * k]) * amx_widened(amx_tiles[b].h[k][2 * n]);
-                sum += amx_widened(amx_tiles[a].h[m][2 * k + 1]) * amx_widened(amx_tiles[b].h[k][2 * n + 1]);
-                amx_tiles[t].f[m][n] = sum;
-            }
-}
+#include "amx_emulated.h"
 #endif
 
 typedef __m512i amx_halves;
@@ -93,9 +60,6 @@ static inline f32_vec amx_round_pairs(f32_vec even, f32_vec odd) {
     const __m512i low = _mm512_srli_epi32(_mm512_add_epi32(_mm512_castps_si512(even), half), 16);
     const __m512i high = _mm512_add_epi32(_mm512_castps_si512(odd), half);
     return _mm512_castsi512_ps(_mm512_ternarylogic_epi32(upper, high, low, 0xca)); /* upper ? high : low */
-}
-static inline f32_vec amx_fms(f32_vec a, f32_vec b, f32_vec c) {
-    return _mm512_fmsub_ps(a, b, c);
 }
 /* t - floor(t); 0 for infinities. */
 static inline f32_vec amx_fraction(f32_vec t) {
