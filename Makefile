@@ -14,11 +14,12 @@ C_FILES := $(shell find c_src -name '*.[ch]' -o -name '*.def')
 C_FORMATTED := $(filter %.c %.h,$(C_FILES))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo generate test test-long test-neon test-amx build lint format typecheck bench wheel sdist \
+.PHONY: help demo generate test test-long test-neon test-amx build lint format typecheck \
+	bench bench-peers bench-report wheel sdist \
 	asan ubsan tsan valgrind clean distclean
 
 help: ## list these targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 # --- what people run ---
 
@@ -34,8 +35,15 @@ test: $(VENV)/.extra-test $(VENV)/.model ## run the tests (ARGS="-k name" picks)
 test-long: $(VENV)/.extra-test $(VENV)/.model ## run the exhaustive tests: sweeps, thousands of random calls
 	$(BIN)/pytest -m long $(ARGS)
 
-bench: $(VENV)/.extra-bench ## run the benchmarks
-	OMP_PROC_BIND=true $(BIN)/python benchmarks/bench.py $(ARGS)
+bench: $(VENV)/.extra-bench ## time every workload beside the peers (ARGS="-k prefill --isa avx2")
+	mkdir -p build
+	$(BIN)/pytest benchmarks -p no:cacheprovider --benchmark-json=build/pytest-benchmark.json $(ARGS)
+
+bench-peers: $(VENV)/.extra-bench ## install what is compared, each into build/peers (ARGS="torch jax" picks)
+	$(BIN)/python benchmarks/peers.py $(ARGS)
+
+bench-report: $(VENV)/.extra-bench ## write the tables and plots from benchmarks/results (ARGS=--check)
+	$(BIN)/python benchmarks/report.py $(ARGS)
 
 # --- checks ---
 

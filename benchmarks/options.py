@@ -15,11 +15,12 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from bench import CPUS, machine
+from driver import HERE, commit, interleave, machine
 
 import pyflash
 
@@ -108,17 +109,15 @@ def groups(threads: int) -> Iterator[tuple[str, dict[str, Callable[[], Any]]]]:
         yield name, calls
 
 
-def measure(calls: dict[str, Callable[[], Any]], seconds: float) -> dict[str, list[float]]:
-    """Time the calls round by round in random order, so that none always finds the same cache."""
-    rng = np.random.default_rng(0)
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    start = time.perf_counter()
-    while len(times["plain"]) < 5 or time.perf_counter() - start < seconds:
-        for name in rng.permutation(list(calls)):
-            begin = time.perf_counter()
-            calls[name]()
-            times[name].append(time.perf_counter() - begin)
-    return times
+def timed(call: Callable[[], Any]) -> Callable[[], list[float]]:
+    """Return a turn of one call."""
+
+    def turn() -> list[float]:
+        begin = time.perf_counter()
+        call()
+        return [time.perf_counter() - begin]
+
+    return turn
 
 
 def main() -> None:
@@ -127,19 +126,26 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--isa", default=pyflash.available_isas()[-1], choices=pyflash.available_isas())
-    parser.add_argument("--threads", type=int, default=len(CPUS))
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--only", default="", help="groups whose name contains this")
     parser.add_argument("--seconds", type=float, default=20.0, help="time per group")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     os.environ["PYFLASH_ISA"] = args.isa
-    result: dict[str, Any] = {"machine": machine(), "isa": args.isa, "threads": args.threads, "groups": {}}
+    result: dict[str, Any] = {
+        "machine": machine(),
+        "commit": commit(HERE.parent),
+        "isa": args.isa,
+        "threads": args.threads,
+        "groups": {},
+    }
     for name, calls in groups(args.threads):
         if args.only not in name:
             continue
         for call in calls.values():
             call()
-        times = {option: statistics.median(t) for option, t in measure(calls, args.seconds).items()}
+        rounds = interleave({option: timed(call) for option, call in calls.items()}, args.seconds)
+        times = {option: statistics.median(chain.from_iterable(r)) for option, r in rounds.items()}
         result["groups"][name] = times
         print(f"{name}, {args.isa}, {args.threads} threads: plain {times['plain'] * 1e3:.3f} ms")
         for option, seconds in times.items():

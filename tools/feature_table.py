@@ -23,7 +23,7 @@ READ_ON = "30 November 2026"
 
 CELLS = ("yes", "part", "no", "?")
 
-BEGIN, END = "<!-- {name}: written by tools/feature_table.py -->", "<!-- end of {name} -->"
+BEGIN, END = "<!-- {name}: written by {writer} -->", "<!-- end of {name} -->"
 
 
 class System(NamedTuple):
@@ -496,9 +496,9 @@ def evidence() -> Iterator[str]:
         yield ""
 
 
-def replaced(text: str, name: str, lines: Iterable[str]) -> str:
+def replaced(text: str, name: str, lines: Iterable[str], writer: str = "tools/feature_table.py") -> str:
     """Return a page with the part between two marks written anew."""
-    begin, end = BEGIN.format(name=name), END.format(name=name)
+    begin, end = BEGIN.format(name=name, writer=writer), END.format(name=name)
     if text.count(begin) != 1 or text.count(end) != 1:
         raise SystemExit(f"the marks {begin!r} and {end!r} have to stand once each")
     before, rest = text.split(begin)

@@ -1,0 +1,140 @@
+"""The benchmarks: what is called right there is right, wrong answers are seen, pages fit the result files."""
+
+from __future__ import annotations
+
+import copy
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import pyflash
+
+BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+import driver
+import report
+import workloads
+from workloads import WORKLOADS
+
+SMALL = WORKLOADS["tiny-float32"]._replace(num_heads=4, num_kv_heads=2, seqlen_kv=48)
+
+
+@pytest.fixture
+def session(monkeypatch):
+    """A session of pyflash on one thread, without the seconds that measuring limits takes."""
+    monkeypatch.setattr(driver, "Limits", lambda isa, cpus: None)
+    monkeypatch.setattr(driver.Session, "measure_limits", lambda self: {"float32": 1e9, "read": 1e9})
+    library = driver.Library("pyflash", "pyflash", sys.executable, str(BENCHMARKS.parent))
+    if Path(pyflash.__file__).parent != BENCHMARKS.parent / "pyflash":
+        library = library._replace(path="")
+    return driver.Session([library], "", 1, seconds=0.0, turn=0.0, rotate=0.0)
+
+
+def test_names_and_bases():
+    for name, w in WORKLOADS.items():
+        assert name == w.name
+        assert not w.base or WORKLOADS[w.base].group == w.group, "a base is timed in the same rounds"
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+def test_quantised_numbers_are_those_of_the_library(dtype):
+    x = np.random.default_rng(0).standard_normal((2, 3, 5, 8), dtype=np.float32)
+    codes, scale = workloads.quantised(x, dtype)
+    meant = workloads.numbers(codes, dtype, scale)
+    assert np.abs(meant - x).max() <= scale.max() * 0.5001
+    k, v, q = (np.moveaxis(a, 1, 2) for a in (codes, codes, x))
+    scales = np.moveaxis(scale, 1, 2)
+    exact = pyflash.naive_attention(q, *[np.moveaxis(meant, 1, 2)] * 2)
+    short = "int4" if dtype == "int4" else None
+    out = pyflash.naive_attention(q, k, v, k_scale=scales, v_scale=scales, kv_dtype=short)
+    np.testing.assert_allclose(out, exact, rtol=1e-5, atol=1e-6)
+
+
+def test_bfloat16_bits():
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    x = np.random.default_rng(0).standard_normal(10000, dtype=np.float32)
+    bits = workloads.stored_as(x, "bfloat16")
+    np.testing.assert_array_equal(bits, x.astype(ml_dtypes.bfloat16).view(np.uint16))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_rows_to_compare_with(causal):
+    w = SMALL._replace(seqlen_q=48, causal=causal)
+    arrays, rows = w.arrays(), driver.checked_rows(w)
+    full = pyflash.naive_attention(*(arrays[x] for x in "qkv"), causal=causal, layout="bhsd")
+    np.testing.assert_allclose(driver.exact_rows(w, arrays, rows), [full[row] for row in rows], atol=1e-5)
+
+
+@pytest.mark.parametrize("change", [{}, {"kv_dtype": "int8"}, {"variant": "paged"}, {"variant": "no-out"}])
+def test_a_right_answer_is_timed(session, change):
+    group = session.group([SMALL._replace(**change)])
+    row = group.rows[SMALL.name, "pyflash"]
+    assert row["error"] <= driver.TOLERANCE["float32"]
+    assert row["repetitions"] >= driver.MIN_ROUNDS and row["median"] >= row["min"] > 0
+
+
+def test_a_wrong_answer_is_not_timed(session, monkeypatch):
+    monkeypatch.setattr(driver, "exact_rows", lambda w, arrays, rows: np.ones((len(rows), w.head_dim)))
+    group = session.group([SMALL])
+    assert "wrong" in group.rows[SMALL.name, "pyflash"] and not group.times
+
+
+def test_a_call_that_fails_is_a_row(session):
+    group = session.group([SMALL._replace(num_kv_heads=3), SMALL._replace(name="right")])
+    assert "InvalidArgument" in group.rows[SMALL.name, "pyflash"]["failed"]
+    assert "median" in group.rows["right", "pyflash"]
+
+
+def test_memory_is_measured(session):
+    group = session.group([SMALL._replace(memory=True)])
+    assert 0 <= group.rows[SMALL.name, "pyflash"]["growth_bytes"] < 2**20
+
+
+def test_pages_fit_the_result_files():
+    assert report.main(["--check"]) == 0
+
+
+def result(agree: bool, seconds: float) -> dict:
+    row = {"pyflash": {"median": seconds, "min": seconds}, "torch": {"median": 2 * seconds, "ratio": 2.0}}
+    limits = {
+        "before": {"float32": 1e11, "read": 1e10},
+        "after": {"float32": 1e11, "read": 1e10},
+        "agree": agree,
+    }
+    return {
+        "date": "2026-01-01",
+        "threads": 2,
+        "limits": limits,
+        "rows": {"prefill-1x8x1024x64-float32": row},
+    }
+
+
+def test_runs_whose_limits_moved_do_not_count():
+    content = {
+        "first": "pyflash",
+        "machine": {"cpu": "a processor", "cpus": 2},
+        "commit": "0",
+        "isa": "avx2",
+        "libraries": {name: {"version": "1", "held": True} for name in ("pyflash", "torch")},
+        "runs": [result(False, 9.0), result(True, 1.0), result(True, 2.0), result(True, 4.0)],
+    }
+    name = "prefill-1x8x1024x64-float32"
+    results = report.Results(Path("x.json"), content)
+    assert results.value(name, "pyflash", "median") == 2.0
+    assert results.best_peer(name) == ("torch", 2.0)
+    text = "\n".join(report.page_section([results]))
+    assert "in 3 of 4 runs" in text and "| 2e+03 " in text and "2.00" in text
+    failed = copy.deepcopy(content)
+    for run in failed["runs"]:
+        run["rows"][name]["torch"] = {"wrong": 0.5}
+    assert "wrong" in "\n".join(report.times_table(report.Results(Path("x.json"), failed)))
+
+
+def test_a_library_is_a_python_or_a_folder(tmp_path):
+    assert driver.Library.parse(f"old={tmp_path}", "pyflash").path == os.fspath(tmp_path.resolve())
+    assert driver.Library.parse("torch=/some/python") == driver.Library("torch", "torch", "/some/python")
+    with pytest.raises(ValueError, match="expected NAME=PYTHON"):
+        driver.Library.parse("torch")
