@@ -18,7 +18,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 import peers
-from driver import Library, Row, Session, by_group, default_path, save
+from driver import HERE, Library, Row, Session, by_group, commit, default_path, save
 from limits import described
 from workloads import WORKLOADS, Workload
 
@@ -38,6 +38,9 @@ def add_arguments(
     option("--turn", type=float, default=0.05, help="seconds of one turn")
     option("--rotate", type=float, default=0.0, metavar="MIB", help="decodes rotate through sets of keys and "
            "values that are so large together: for caches that are larger than one set")  # fmt: skip
+    option(
+        "--commit", default=commit(HERE.parent), help="what the result file says, by default what git says"
+    )
     option("--results", type=Path, help="result file; by default benchmarks/results/MACHINE-ISA-THREADS.json")
 
 
@@ -60,7 +63,7 @@ def libraries(args: argparse.Namespace) -> list[Library]:
 
 def session(args: argparse.Namespace, threads: int) -> Session:
     """Return a run with these arguments."""
-    return Session(libraries(args), args.isa, threads, args.seconds, args.turn, args.rotate)
+    return Session(libraries(args), args.isa, threads, args.seconds, args.turn, args.rotate, args.commit)
 
 
 def picked(patterns: list[str]) -> list[Workload]:

@@ -277,9 +277,16 @@ class Session:
     """One run: libraries, threads, an instruction set, and the limits before and after."""
 
     def __init__(
-        self, libraries: list[Library], isa: str, threads: int, seconds: float, turn: float, rotate: float
+        self,
+        libraries: list[Library],
+        isa: str,
+        threads: int,
+        seconds: float,
+        turn: float,
+        rotate: float,
+        of_commit: str,
     ) -> None:
-        self.libraries, self.threads = libraries, threads
+        self.libraries, self.threads, self._commit = libraries, threads, of_commit
         self.seconds, self.turn_seconds, self._rotate_bytes = seconds, turn, rotate * 2**20
         self._cpus = sorted(os.sched_getaffinity(0))
         if threads > len(self._cpus):
@@ -346,7 +353,7 @@ class Session:
         """Return what all runs of a file have in common."""
         return {
             "machine": machine(),
-            "commit": commit(HERE.parent),
+            "commit": self._commit,
             "isa": self.isa,
             "libraries": self.info,
             "first": self.libraries[0].name,

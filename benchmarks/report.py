@@ -131,7 +131,7 @@ def heading(results: Results) -> Iterator[str]:
         f"{n} {results.limit(n) / 1e9:,.1f} GFLOP/s" for n in runs[0]["limits"]["before"] if n != "read"
     ]
     yield f"`{results.name}.json`, {runs[-1]['date'][:10]}, commit {content['commit']}. {versions}."
-    yield f"Limits: {', '.join(limits)}, reading {results.limit('read') / 1e9:,.1f} GB/s; before and after "
+    yield f"Limits: {', '.join(limits)}, reading {results.limit('read') / 1e9:,.1f} GB/s; before and after"
     yield f"agree within 5 % in {agreed} of {len(every)} runs" + (
         ", and those count." if agreed else ", so these numbers are provisional."
     )

@@ -72,6 +72,7 @@ def measured(request: pytest.FixtureRequest) -> Iterator[Measured]:
         options.seconds,
         options.turn,
         options.rotate,
+        options.commit,
     )
     measured = Measured(run, selected)
     yield measured

@@ -6,6 +6,7 @@ with past and present keys in one shared buffer.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +22,8 @@ from calls import Call, Unsupported
 VERSION = ort.__version__
 #: Before any thread is bound.
 CPUS = sorted(os.sched_getaffinity(0))
+#: CPUs of the pool's threads, the next one first; empty before the pool's size is set.
+ORDER: list[int] = []
 TYPES = {
     "float32": TensorProto.FLOAT,
     "float16": TensorProto.FLOAT16,
@@ -32,6 +35,23 @@ TYPES = {
 TRIALS = 5
 
 Arrays = dict[str, np.ndarray]
+
+
+@contextlib.contextmanager
+def bound_threads(threads: int) -> Iterator[None]:
+    """Bind the threads that are made meanwhile, each to a CPU of its own, and the calling one to the first.
+
+    There is an option for this, but not for the pool that sessions share.
+    """
+    if not ORDER:
+        ort.set_global_thread_pool_sizes(threads, 1)
+        ORDER.extend(CPUS[1:threads] or CPUS)
+    before = set(os.listdir("/proc/self/task"))
+    yield
+    for thread in sorted(set(os.listdir("/proc/self/task")) - before, key=int):
+        os.sched_setaffinity(int(thread), {ORDER[0]})
+        ORDER.append(ORDER.pop(0))
+    os.sched_setaffinity(0, {CPUS[0]})
 
 
 class Operator:
@@ -59,16 +79,14 @@ class Operator:
             helper.make_graph([made], "attention", *infos), opset_imports=opsets, ir_version=11
         )
         options = ort.SessionOptions()
-        options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
+        # One pool for all sessions: the threads of a session spin for a while after its calls, and would
+        # take the time of the next session's.
+        options.use_per_session_threads = False
         options.log_severity_level = 4
-        if threads > 1:
-            # The list counts CPUs from 1 and leaves out the calling thread, which is one of them.
-            others = ";".join(str(cpu + 1) for cpu in CPUS[1:threads])
-            options.add_session_config_entry("session.intra_op_thread_affinities", others)
-        self._session = ort.InferenceSession(
-            model.SerializeToString(), options, providers=["CPUExecutionProvider"]
-        )
-        os.sched_setaffinity(0, {CPUS[0]})
+        with bound_threads(threads):
+            self._session = ort.InferenceSession(
+                model.SerializeToString(), options, providers=["CPUExecutionProvider"]
+            )
         self._binding = self._session.io_binding()
         self._kept = (inputs, outputs)
         for arrays, bind in ((inputs, self._binding.bind_input), (outputs, self._binding.bind_output)):
