@@ -28,7 +28,6 @@ typedef struct pf_scratch {
     char *states[3]; /* for whole items, the first partial item, the last partial item */
     pf_retry_scratch retry;
     void *alpha;         /* [rows] */
-    void *sums;          /* [rows][o_stride] */
     pf_partial *partial; /* first and last partial item of this thread */
     int64_t q_stride, o_stride, scores_stride;
 } pf_scratch;
@@ -94,7 +93,6 @@ static int64_t carve(const pf_context *context, char *base, pf_scratch *s) {
     pf_carve_terms(context, &at, rows, s->scores_stride, &s->terms);
     pf_carve_retry(context, &at, &s->retry);
     s->alpha = pf_carve(&at, rows * e);
-    s->sums = pf_carve(&at, rows * s->o_stride * e);
     s->partial = pf_carve(&at, 2 * (int64_t)sizeof(pf_partial));
     return at - base;
 }
@@ -278,7 +276,6 @@ static void run_split(const pf_scratch *s, const pf_item *item, int64_t split, p
                              .v_rows = s->v_rows,
                              .scores = s->scores,
                              .alpha = s->alpha,
-                             .sums = s->sums,
                              .q_stride = s->q_stride,
                              .scores_stride = s->scores_stride,
                              .o_stride = s->o_stride,
