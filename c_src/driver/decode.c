@@ -1,6 +1,7 @@
-/* The decode family: an item is up to PF_DECODE_MAX_ROWS query rows of one key/value head, a unit one
- * split of its keys. Each thread takes one contiguous run of all units, so that it reads the cache as
- * a few long streams; who takes what does not matter to the result, which follows the tree. */
+/* The decode family: an item is up to PF_DECODE_MAX_ROWS query rows of one key/value head, or as many in all
+ * of several heads whose keys lie side by side; a unit is one split of its keys. Each thread takes one
+ * contiguous run of all units, so that it reads the cache as a few long streams; who takes what does not
+ * matter to the result, which follows the tree. */
 #include "driver.h"
 
 #include <math.h>
@@ -27,23 +28,26 @@ typedef struct pf_scratch {
     char *states[3]; /* for whole items, the first partial item, the last partial item */
     pf_retry_scratch retry;
     void *alpha;         /* [rows] */
-    void *sums;          /* [rows][o_stride] */
     pf_partial *partial; /* first and last partial item of this thread */
     int64_t q_stride, o_stride, scores_stride;
 } pf_scratch;
 
-/* Rows [first, first + num_rows) of a key/value head. */
+/* Rows [first, first + num_rows) of each of some key/value heads, in states head by head. */
 typedef struct pf_item {
     const pf_context *context;
     const pf_sequence *sequence;
     int64_t id, kv_head, first;
-    int32_t num_rows;
+    int32_t num_heads, num_rows;
     int64_t o_stride;
     int alone;           /* one row, computed again: it must not touch keys that it does not see */
     double value_factor; /* values are multiplied by it, the outputs divided */
 } pf_item;
 
 enum { RETRY_TILE_KEYS = 8 };
+
+static int32_t all_rows(const pf_item *item) {
+    return item->num_heads * item->num_rows;
+}
 
 static int64_t padded(const pf_context *context, int64_t n) {
     return pf_round_up(n, context->kernels->lanes);
@@ -89,7 +93,6 @@ static int64_t carve(const pf_context *context, char *base, pf_scratch *s) {
     pf_carve_terms(context, &at, rows, s->scores_stride, &s->terms);
     pf_carve_retry(context, &at, &s->retry);
     s->alpha = pf_carve(&at, rows * e);
-    s->sums = pf_carve(&at, rows * s->o_stride * e);
     s->partial = pf_carve(&at, 2 * (int64_t)sizeof(pf_partial));
     return at - base;
 }
@@ -101,7 +104,7 @@ int64_t pf_decode_scratch_bytes(const pf_context *context) {
 
 static void merge_rows(const void *owner, pf_state into, pf_state from) {
     const pf_item *item = owner;
-    item->context->kernels->state_merge(into.m, into.l, into.o, from.m, from.l, from.o, item->num_rows,
+    item->context->kernels->state_merge(into.m, into.l, into.o, from.m, from.l, from.o, all_rows(item),
                                         item->context->call->head_dim_v, item->o_stride, 1,
                                         item->context->scale.log2);
 }
@@ -112,7 +115,7 @@ static pf_tree make_tree(const pf_item *item, char *states) {
                      .first = item->sequence->first_split,
                      .end = item->sequence->end_split,
                      .states = states,
-                     .shape = {item->num_rows, item->num_rows * item->o_stride, context->elem_bytes},
+                     .shape = {all_rows(item), all_rows(item) * item->o_stride, context->elem_bytes},
                      .merge = merge_rows,
                      .owner = item};
 }
@@ -120,30 +123,31 @@ static pf_tree make_tree(const pf_item *item, char *states) {
 static void load_queries(const pf_scratch *s, const pf_item *item) {
     const pf_context *context = item->context;
     const pf_tensor *q = &context->call->q;
-    context->kernels->state_reset(0, 0, 0, s->queries, item->num_rows * s->q_stride);
-    for (int32_t r = 0; r < item->num_rows; r++) {
+    context->kernels->state_reset(0, 0, 0, s->queries, all_rows(item) * s->q_stride);
+    for (int32_t r = 0; r < all_rows(item); r++) {
         char *row = (char *)s->queries + r * s->q_stride * context->elem_bytes;
-        context->kernels->load_row(row, pf_row_of(q, item->sequence, item->kv_head, item->first + r),
-                                   q->stride_dim, context->call->head_dim, q->dtype);
+        const int64_t kv_head = item->kv_head + r / item->num_rows, own = item->first + r % item->num_rows;
+        context->kernels->load_row(row, pf_row_of(q, item->sequence, kv_head, own), q->stride_dim,
+                                   context->call->head_dim, q->dtype);
         context->kernels->state_scale(row, context->call->head_dim, context->scale.query_factor);
     }
 }
 
 /* Pointers to keys [lo, hi), at unit stride: where they lie, or gathered. Returns how many of the
  * keys behind, up to `end`, have pointers too. */
-static int64_t fetch_rows(const pf_scratch *s, const pf_item *item, const pf_tensor *t,
+static int64_t fetch_rows(const pf_scratch *s, const pf_item *item, int64_t kv_head, const pf_tensor *t,
                           const pf_tensor *scale, int64_t lo, int64_t hi, int64_t end, int64_t width,
                           double factor, void *copies, int64_t copy_stride, const void **rows) {
     const pf_context *context = item->context;
     if (!copies_keys(context->call, item->value_factor)) {
         const int64_t ahead = pf_min(end - hi, PF_ROWS_AHEAD);
-        pf_key_rows(context->call, t, item->sequence, item->kv_head, lo, hi + ahead, rows);
+        pf_key_rows(context->call, t, item->sequence, kv_head, lo, hi + ahead, rows);
         return ahead;
     }
     const int scaled = scales_rows(context->call) && scale->data;
-    pf_key_rows(context->call, t, item->sequence, item->kv_head, lo, hi, rows);
+    pf_key_rows(context->call, t, item->sequence, kv_head, lo, hi, rows);
     if (scaled)
-        pf_key_rows(context->call, scale, item->sequence, item->kv_head, lo, hi, s->scale_rows);
+        pf_key_rows(context->call, scale, item->sequence, kv_head, lo, hi, s->scale_rows);
     for (int64_t j = 0; j < hi - lo; j++) {
         char *copy = (char *)copies + j * copy_stride * context->elem_bytes;
         const double whole = scaled ? factor * pf_float_at(s->scale_rows[j]) : factor;
@@ -156,12 +160,12 @@ static int64_t fetch_rows(const pf_scratch *s, const pf_item *item, const pf_ten
 }
 
 /* Scales of keys that kernels apply, as reals in a row; null where there are none. */
-static const void *fetch_scales(const pf_scratch *s, const pf_item *item, const pf_tensor *t, pf_span keys,
-                                void *scales) {
+static const void *fetch_scales(const pf_scratch *s, const pf_item *item, int64_t kv_head, const pf_tensor *t,
+                                pf_span keys, void *scales) {
     const pf_context *context = item->context;
     if (!t->data || scales_rows(context->call))
         return 0;
-    pf_key_rows(context->call, t, item->sequence, item->kv_head, keys.lo, keys.hi, s->scale_rows);
+    pf_key_rows(context->call, t, item->sequence, kv_head, keys.lo, keys.hi, s->scale_rows);
     for (int64_t j = 0; j < keys.hi - keys.lo; j++) {
         const float scale = pf_float_at(s->scale_rows[j]);
         /* Infinity times a product may be -inf, as if the key had no weight; it has no value. */
@@ -184,17 +188,16 @@ static void hide_values(const pf_scratch *s, const pf_item *item, const pf_decod
 }
 
 /* The terms of a block whose key 0 is key `lo`; false if they hide all keys that are present. */
-static int fetch_terms(const pf_scratch *s, const pf_item *item, pf_span present, int64_t lo, pf_terms *terms,
-                       pf_decode_block *block) {
+static int fetch_terms(const pf_scratch *s, const pf_item *item, int64_t kv_head, pf_span present, int64_t lo,
+                       pf_terms *terms, pf_decode_block *block) {
     const pf_context *context = item->context;
     block->terms = 0;
     if (!context->changes && !context->hides)
         return 1;
-    pf_fill_terms(context, &s->terms, item->sequence, item->kv_head, item->first, item->num_rows, lo, lo,
-                  terms);
+    pf_fill_terms(context, &s->terms, item->sequence, kv_head, item->first, item->num_rows, lo, lo, terms);
     if (context->hides) {
         int alike;
-        const int added = pf_fill_added(context, &s->terms, item->sequence, item->kv_head, item->first,
+        const int added = pf_fill_added(context, &s->terms, item->sequence, kv_head, item->first,
                                         item->num_rows, present, 0, &alike);
         if (added == PF_ALL_HIDDEN)
             return 0;
@@ -205,35 +208,47 @@ static int fetch_terms(const pf_scratch *s, const pf_item *item, pf_span present
     return 1;
 }
 
-/* The tiles of one side of the border at sink_tokens. */
-static void run_side(const pf_scratch *s, const pf_item *item, pf_span split, int side,
-                     pf_decode_block *block) {
+/* One tile, whose key 0 is key `lo`, of one head; keys up to `end` will follow. */
+static void run_head(const pf_scratch *s, const pf_item *item, pf_state state, pf_span present, int64_t lo,
+                     int64_t end, int32_t head, pf_decode_block *block) {
     const pf_context *context = item->context;
     const pf_attention_call *call = context->call;
+    const int64_t kv_head = item->kv_head + head, first = head * item->num_rows, e = context->elem_bytes;
+    pf_terms terms;
+    if (!fetch_terms(s, item, kv_head, present, lo, &terms, block))
+        return;
+    const int64_t k_ahead = fetch_rows(s, item, kv_head, &call->k, &call->k_scale, present.lo, present.hi,
+                                       end, call->head_dim, 1.0, s->k_copies, s->q_stride, s->k_rows);
+    const int64_t v_ahead =
+        fetch_rows(s, item, kv_head, &call->v, &call->v_scale, present.lo, present.hi, end, call->head_dim_v,
+                   item->value_factor, s->v_copies, s->o_stride, s->v_rows);
+    block->num_ahead = (int32_t)pf_min(k_ahead, v_ahead);
+    block->k_scale = fetch_scales(s, item, kv_head, &call->k_scale, present, s->k_scales);
+    block->v_scale = fetch_scales(s, item, kv_head, &call->v_scale, present, s->v_scales);
+    block->q = (char *)s->queries + first * s->q_stride * e;
+    block->m = (char *)state.m + first * e;
+    block->l = (char *)state.l + first * e;
+    block->o = (char *)state.o + first * s->o_stride * e;
+    hide_values(s, item, block);
+    context->kernels->decode_block(block);
+}
+
+/* The tiles of one side of the border at sink_tokens. */
+static void run_side(const pf_scratch *s, const pf_item *item, pf_state state, pf_span split, int side,
+                     pf_decode_block *block) {
+    const pf_context *context = item->context;
     const int64_t tile = item->value_factor == 1.0 ? context->plan.tile_decode
                                                    : pf_min(context->plan.tile_decode, RETRY_TILE_KEYS);
     const int64_t end_row = item->first + item->num_rows;
     const pf_span part = pf_clip(pf_side(&item->sequence->mask, side), split.lo, split.hi);
     const pf_span any = pf_clip(pf_rows_any(item->sequence, item->first, end_row, side), part.lo, part.hi);
     const pf_span all = pf_rows_all(item->sequence, item->first, end_row, side);
-    pf_terms terms;
     if (any.lo == any.hi)
         return;
     for (int64_t lo = split.lo + (any.lo - split.lo) / tile * tile; lo < any.hi; lo += tile) {
         const pf_span present = pf_clip(any, lo, lo + tile);
-        if (!fetch_terms(s, item, present, lo, &terms, block))
-            continue;
-        const int64_t k_ahead = fetch_rows(s, item, &call->k, &call->k_scale, present.lo, present.hi, any.hi,
-                                           call->head_dim, 1.0, s->k_copies, s->q_stride, s->k_rows);
-        const int64_t v_ahead =
-            fetch_rows(s, item, &call->v, &call->v_scale, present.lo, present.hi, any.hi, call->head_dim_v,
-                       item->value_factor, s->v_copies, s->o_stride, s->v_rows);
-        block->num_ahead = (int32_t)pf_min(k_ahead, v_ahead);
         block->key_lo = (int32_t)(present.lo - lo);
         block->key_hi = (int32_t)(present.hi - lo);
-        block->k_scale = fetch_scales(s, item, &call->k_scale, present, s->k_scales);
-        block->v_scale = fetch_scales(s, item, &call->v_scale, present, s->v_scales);
-        hide_values(s, item, block);
         block->lo = block->hi = 0;
         if (all.lo > present.lo || all.hi < present.hi) {
             for (int32_t r = 0; r < item->num_rows; r++) {
@@ -245,7 +260,8 @@ static void run_side(const pf_scratch *s, const pf_item *item, pf_span split, in
             block->lo = s->lo;
             block->hi = s->hi;
         }
-        context->kernels->decode_block(block);
+        for (int32_t head = 0; head < item->num_heads; head++)
+            run_head(s, item, state, present, lo, any.hi, head, block);
     }
 }
 
@@ -255,16 +271,11 @@ static void run_split(const pf_scratch *s, const pf_item *item, int64_t split, p
     const pf_attention_call *call = context->call;
     const int copies = copies_keys(call, item->value_factor);
     const pf_span keys = {pf_split_lo(item->sequence, split), pf_split_lo(item->sequence, split + 1)};
-    context->kernels->state_reset(state.m, state.l, item->num_rows, state.o, item->num_rows * s->o_stride);
-    pf_decode_block block = {.q = s->queries,
-                             .k_rows = s->k_rows,
+    context->kernels->state_reset(state.m, state.l, all_rows(item), state.o, all_rows(item) * s->o_stride);
+    pf_decode_block block = {.k_rows = s->k_rows,
                              .v_rows = s->v_rows,
                              .scores = s->scores,
-                             .m = state.m,
-                             .l = state.l,
-                             .o = state.o,
                              .alpha = s->alpha,
-                             .sums = s->sums,
                              .q_stride = s->q_stride,
                              .scores_stride = s->scores_stride,
                              .o_stride = s->o_stride,
@@ -274,7 +285,7 @@ static void run_split(const pf_scratch *s, const pf_item *item, int64_t split, p
                              .num_rows = item->num_rows,
                              .dtype = copies ? context->compute_dtype : call->k.dtype};
     for (int side = 0; side < PF_NUM_SIDES; side++)
-        run_side(s, item, keys, side, &block);
+        run_side(s, item, state, keys, side, &block);
 }
 
 /* Splits [first, end) of those that may hold visible keys. */
@@ -293,21 +304,23 @@ static void finish_item(const pf_scratch *s, const pf_item *item, pf_state state
     pf_retry_scratch scratch = s->retry;
     pf_start_retry(sequence, item->first, item->first + item->num_rows, item->alone, &scratch);
     double retry[PF_DECODE_MAX_ROWS];
-    for (int32_t r = 0; r < item->num_rows; r++) {
+    for (int32_t r = 0; r < all_rows(item); r++) {
         const double m = pf_real_at(context, state.m, r), l = pf_real_at(context, state.l, r);
         void *o = (char *)state.o + r * s->o_stride * context->elem_bytes;
-        const int64_t row = item->first + r;
+        const int64_t kv_head = item->kv_head + r / item->num_rows, row = item->first + r % item->num_rows;
+        if (r % item->num_rows == 0) /* what is known of the values is known of one head's */
+            scratch.columns_known = 0;
         retry[r] = 0;
-        if (!pf_finish_row(context, sequence, item->kv_head, row, o, m, l, item->value_factor))
-            retry[r] =
-                pf_retry_factor(context, sequence, item->kv_head, row, o, l, item->value_factor, &scratch);
+        if (!pf_finish_row(context, sequence, kv_head, row, o, m, l, item->value_factor))
+            retry[r] = pf_retry_factor(context, sequence, kv_head, row, o, l, item->value_factor, &scratch);
     }
-    for (int32_t r = 0; r < item->num_rows; r++) {
+    for (int32_t r = 0; r < all_rows(item); r++) {
         if (retry[r] == 0.0)
             continue;
         pf_item alone = *item;
-        alone.first = item->first + r;
-        alone.num_rows = 1;
+        alone.kv_head = item->kv_head + r / item->num_rows;
+        alone.first = item->first + r % item->num_rows;
+        alone.num_heads = alone.num_rows = 1;
         alone.alone = 1;
         alone.value_factor = retry[r];
         pf_tree tree = make_tree(&alone, s->states[0]);
@@ -316,13 +329,15 @@ static void finish_item(const pf_scratch *s, const pf_item *item, pf_state state
     }
 }
 
-/* Item `number` of a sequence; items of a sequence go key/value head by head. */
+/* Item `number` of a sequence; its items go by key/value heads. */
 static pf_item get_item(const pf_context *context, const pf_scratch *s, const pf_sequence *sequence,
                         int64_t number) {
     const int64_t per_head = pf_ceil_div(sequence->num_rows, PF_DECODE_MAX_ROWS);
+    const int64_t heads = context->decode_heads, kv_head = number / per_head * heads;
     pf_item item = {.context = context,
                     .sequence = sequence,
-                    .kv_head = number / per_head,
+                    .kv_head = kv_head,
+                    .num_heads = (int32_t)pf_min(heads, context->call->num_kv_heads - kv_head),
                     .o_stride = s->o_stride,
                     .value_factor = 1.0};
     const int64_t splits = pf_num_splits(sequence);

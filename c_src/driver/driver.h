@@ -13,9 +13,10 @@ typedef struct pf_context {
     const pf_matrix_kernels *matrix; /* of the prefill family; null: the real ones */
     pf_plan plan;
     pf_scale scale;
-    pf_terms terms; /* what all tiles share; to be filled in for the rows of one */
-    int changes;    /* whether scores change: softcap, score_mod, ALiBi, bias */
-    int hides;      /* whether keys inside the spans may be hidden: bias, mask, tree, mask_mod */
+    pf_terms terms;       /* what all tiles share; to be filled in for the rows of one */
+    int changes;          /* whether scores change: softcap, score_mod, ALiBi, bias */
+    int hides;            /* whether keys inside the spans may be hidden: bias, mask, tree, mask_mod */
+    int64_t decode_heads; /* key/value heads that a decode item takes together */
     int64_t tree_nodes;
     int64_t elem_bytes;
     int32_t compute_dtype;

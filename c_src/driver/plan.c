@@ -43,9 +43,29 @@ static int64_t work_of(const pf_attention_call *call, const pf_sequence *s) {
 }
 
 /* Units of a sequence in the decode family, items in the prefill family: 0 in the other one. */
-static int64_t decode_units(const pf_attention_call *call, const pf_sequence *s) {
+static int64_t decode_units(const pf_attention_call *call, const pf_sequence *s, int64_t heads) {
     const int64_t chunks = pf_ceil_div(s->num_rows, PF_DECODE_MAX_ROWS);
-    return s->decode ? call->num_kv_heads * chunks * pf_num_splits(s) : 0;
+    return s->decode ? pf_ceil_div(call->num_kv_heads, heads) * chunks * pf_num_splits(s) : 0;
+}
+
+/* Whether the heads of a token lie beside each other, tokens further apart. */
+static int has_heads_inside(const pf_tensor *t) {
+    const int64_t head = t->stride_head < 0 ? -t->stride_head : t->stride_head;
+    const int64_t token = t->stride_token < 0 ? -t->stride_token : t->stride_token;
+    return head < token;
+}
+
+/* Heads of one decode item. Where they lie inside of tokens, several are taken together, tile by tile, so
+ * that memory is read in its order; but the threads must find work, and scratch is for so many rows. */
+static int64_t choose_heads(const pf_context *context, int64_t units_of_head) {
+    const pf_attention_call *call = context->call;
+    if (!has_heads_inside(&call->k) || !has_heads_inside(&call->v) || context->plan.max_rows == 0)
+        return 1;
+    int64_t heads = clamp(PF_DECODE_MAX_ROWS / context->plan.max_rows, 1, call->num_kv_heads);
+    while (heads > 1 && pf_ceil_div(call->num_kv_heads, heads) * units_of_head <
+                            ITEMS_PER_THREAD * (int64_t)context->plan.num_threads)
+        heads /= 2;
+    return heads;
 }
 
 static int64_t prefill_items(const pf_attention_call *call, const pf_sequence *s, int64_t block_rows) {
@@ -54,14 +74,14 @@ static int64_t prefill_items(const pf_attention_call *call, const pf_sequence *s
 
 /* What has to be known of all sequences before the blocks can be chosen. */
 typedef struct pf_survey {
-    int64_t num_panels, longest_panels, longest_keys, work, tree_nodes;
+    int64_t num_panels, longest_panels, longest_keys, work, tree_nodes, units_of_head;
 } pf_survey;
 
 static pf_survey survey(const pf_attention_call *call, pf_plan *plan) {
     pf_survey found = {.longest_keys = 1, .tree_nodes = 1};
     for (int64_t b = 0; b < call->batch; b++) {
         const pf_sequence s = pf_get_sequence(call, b);
-        plan->num_decode_items += decode_units(call, &s);
+        found.units_of_head += decode_units(call, &s, pf_max(call->num_kv_heads, 1));
         if (s.decode) {
             plan->max_rows = pf_max(plan->max_rows, pf_min(s.num_rows, PF_DECODE_MAX_ROWS));
         } else {
@@ -86,7 +106,7 @@ void pf_fill_starts(pf_context *context) {
         context->prefill_start[b] = items;
         context->decode_start[b] = units;
         items += prefill_items(call, &s, context->plan.block_rows);
-        units += decode_units(call, &s);
+        units += decode_units(call, &s, context->decode_heads);
     }
     context->prefill_start[call->batch] = items;
     context->decode_start[call->batch] = units;
@@ -108,9 +128,12 @@ void pf_make_context(pf_context *context, const pf_attention_call *call) {
                             ? pf_granted_threads(call->num_threads)
                             : (int32_t)clamp(found.work / WORK_PER_THREAD, 1, pf_default_threads());
     plan->block_rows = plan->panel_rows * choose_panels(context, found.num_panels, found.longest_panels);
+    context->decode_heads = choose_heads(context, found.units_of_head);
+    plan->max_rows *= context->decode_heads;
     for (int64_t b = 0; b < call->batch; b++) {
         const pf_sequence s = pf_get_sequence(call, b);
         plan->num_prefill_items += prefill_items(call, &s, plan->block_rows);
+        plan->num_decode_items += decode_units(call, &s, context->decode_heads);
     }
     plan->num_threads =
         (int32_t)clamp(plan->num_prefill_items + plan->num_decode_items, 1, plan->num_threads);

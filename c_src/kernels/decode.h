@@ -68,7 +68,8 @@ PF_INLINE void V(score_block)(const int num_rows, const int32_t dtype, const pf_
                               int64_t row) {
     const int num_keys = block->key_hi - block->key_lo;
     const int step = num_rows == 4 ? 2 : 4;
-    const int64_t row_bytes = pf_row_bytes(dtype, block->head_dim);
+    const int64_t row_bytes = pf_row_bytes(dtype, block->head_dim),
+                  value_bytes = pf_row_bytes(dtype, block->head_dim_v);
     int key = 0;
     for (; key + step <= num_keys; key += step) {
         if (row == 0) {
@@ -76,6 +77,9 @@ PF_INLINE void V(score_block)(const int num_rows, const int32_t dtype, const pf_
             for (int k = 0; k < step; k++)
                 if (key + k + PF_ROWS_AHEAD < num_keys + block->num_ahead)
                     V(prefetch_row)(block->k_rows[key + k + PF_ROWS_AHEAD], row_bytes);
+            PF_UNROLL
+            for (int k = 0; k < step; k++)
+                V(prefetch_row)(block->v_rows[key + k], value_bytes);
         }
         V(dot_rows)(step, num_rows, dtype, block, key, row);
     }
@@ -115,9 +119,6 @@ static void V(decode_weights)(const pf_decode_block *block) {
             alpha = V(weight1)(*m - highest, weights);
         ((V(elem) *)block->alpha)[r] = alpha;
         *m = highest;
-        V(elem) *sums = (V(elem) *)block->sums + r * block->o_stride;
-        for (int64_t d = 0; d < block->o_stride; d += V(LANES))
-            V(store)(sums + d, V(zero)());
         V(vec) sum = V(zero)();
         for (int64_t j = 0; j < end; j += V(LANES)) {
             const V(vec) p = V(weight)(V(sub)(V(load)(s + j), V(set1)(highest)), weights);
@@ -130,32 +131,33 @@ static void V(decode_weights)(const pf_decode_block *block) {
     }
 }
 
-/* Adds num_keys weighted values to num_rows sums, num_vectors columns of lanes at a time. */
-PF_INLINE void V(add_values)(const int num_keys, const int num_rows, const int num_vectors,
-                             const int32_t dtype, const pf_decode_block *block, int64_t key, int64_t row,
-                             int64_t column) {
-    const V(elem) *weights =
-        (const V(elem) *)block->scores + row * block->scores_stride + block->key_lo + key;
-    V(elem) *o = (V(elem) *)block->sums + row * block->o_stride + column;
-    const int64_t left = block->head_dim_v - column;
-    V(vec) sums[4][2];
+/* Vectors of columns whose sums, for four rows, stay in registers. */
+enum { V(VALUE_VECTORS) = V(MICRO_ROWS) * V(PANEL_VECTORS) > 12 ? 4 : 2 };
+
+/* The block's weighted values in some columns, summed from zero and then joined to the outputs, so that no
+ * sum is a chain over all keys. The rows of values have been fetched while the scores were computed. */
+PF_INLINE void V(value_columns_of)(const int num_rows, const int num_vectors, const int32_t dtype,
+                                   const pf_decode_block *block, int64_t row, int64_t column) {
+    const int64_t stride = block->scores_stride, o_stride = block->o_stride;
+    const V(elem) *weights = (const V(elem) *)block->scores + row * stride + block->key_lo;
+    const int64_t left = block->head_dim_v - column, num_keys = block->key_hi - block->key_lo;
+    V(vec) sums[4][4];
     PF_UNROLL
     for (int r = 0; r < num_rows; r++) {
         PF_UNROLL
         for (int w = 0; w < num_vectors; w++)
-            sums[r][w] = V(load)(o + r * block->o_stride + w * V(LANES));
+            sums[r][w] = V(zero)();
     }
-    PF_UNROLL
-    for (int k = 0; k < num_keys; k++) {
-        const void *value = block->v_rows[key + k];
-        V(vec) x[2];
+    for (int64_t key = 0; key < num_keys; key++) {
+        const void *value = block->v_rows[key];
+        V(vec) x[4];
         PF_UNROLL
         for (int w = 0; w < num_vectors; w++)
             x[w] = num_vectors == 1 && left < V(LANES) ? V(load_partial)(value, column, left, dtype)
                                                        : V(load_as)(value, column + w * V(LANES), dtype);
         PF_UNROLL
         for (int r = 0; r < num_rows; r++) {
-            const V(vec) p = V(set1)(weights[r * block->scores_stride + k]);
+            const V(vec) p = V(set1)(weights[r * stride + key]);
             PF_UNROLL
             for (int w = 0; w < num_vectors; w++)
                 sums[r][w] = V(fma)(p, x[w], sums[r][w]);
@@ -163,48 +165,21 @@ PF_INLINE void V(add_values)(const int num_keys, const int num_rows, const int n
     }
     PF_UNROLL
     for (int r = 0; r < num_rows; r++) {
+        const V(vec) alpha = V(set1)(((const V(elem) *)block->alpha)[row + r]);
+        V(elem) *o = (V(elem) *)block->o + (row + r) * o_stride + column;
         PF_UNROLL
         for (int w = 0; w < num_vectors; w++)
-            V(store)(o + r * block->o_stride + w * V(LANES), sums[r][w]);
+            V(store)(o + w * V(LANES), V(fma)(V(load)(o + w * V(LANES)), alpha, sums[r][w]));
     }
-}
-
-PF_INLINE void V(value_row)(const int num_keys, const int num_rows, const int32_t dtype,
-                            const pf_decode_block *block, int64_t key, int64_t row) {
-    int64_t column = 0;
-    for (; column + 2 * V(LANES) <= block->head_dim_v; column += 2 * V(LANES))
-        V(add_values)(num_keys, num_rows, 2, dtype, block, key, row, column);
-    for (; column < block->head_dim_v; column += V(LANES))
-        V(add_values)(num_keys, num_rows, 1, dtype, block, key, row, column);
 }
 
 PF_INLINE void V(value_block)(const int num_rows, const int32_t dtype, const pf_decode_block *block,
                               int64_t row) {
-    const int num_keys = block->key_hi - block->key_lo;
-    const int64_t row_bytes = pf_row_bytes(dtype, block->head_dim_v);
-    int key = 0;
-    for (; key + 4 <= num_keys; key += 4) {
-        if (row == 0) {
-            PF_UNROLL
-            for (int k = 0; k < 4; k++)
-                if (key + k + PF_ROWS_AHEAD < num_keys + block->num_ahead)
-                    V(prefetch_row)(block->v_rows[key + k + PF_ROWS_AHEAD], row_bytes);
-        }
-        V(value_row)(4, num_rows, dtype, block, key, row);
-    }
-    for (; key < num_keys; key++)
-        V(value_row)(1, num_rows, dtype, block, key, row);
-}
-
-/* The block's sums, which started from zero, join the outputs: no sum is a chain over all keys. */
-static void V(fold_sums)(const pf_decode_block *block) {
-    for (int32_t r = 0; r < block->num_rows; r++) {
-        const V(vec) alpha = V(set1)(((const V(elem) *)block->alpha)[r]);
-        V(elem) *o = (V(elem) *)block->o + r * block->o_stride;
-        const V(elem) *sums = (const V(elem) *)block->sums + r * block->o_stride;
-        for (int64_t d = 0; d < block->o_stride; d += V(LANES))
-            V(store)(o + d, V(fma)(V(load)(o + d), alpha, V(load)(sums + d)));
-    }
+    int64_t column = 0;
+    for (; column + V(VALUE_VECTORS) * V(LANES) <= block->head_dim_v; column += V(VALUE_VECTORS) * V(LANES))
+        V(value_columns_of)(num_rows, V(VALUE_VECTORS), dtype, block, row, column);
+    for (; column < block->head_dim_v; column += V(LANES))
+        V(value_columns_of)(num_rows, 1, dtype, block, row, column);
 }
 
 PF_INLINE void V(decode_body)(const int32_t dtype, const pf_decode_block *block) {
@@ -227,5 +202,4 @@ PF_INLINE void V(decode_body)(const int32_t dtype, const pf_decode_block *block)
     }
     if (row < n)
         V(value_block)(1, dtype, block, row);
-    V(fold_sums)(block);
 }

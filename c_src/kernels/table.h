@@ -55,7 +55,7 @@ typedef struct pf_decode_block {
     void *scores;                  /* real [num_rows][scores_stride], scratch */
     void *m, *l;                   /* real [num_rows] */
     void *o;                       /* real [num_rows][o_stride] */
-    void *alpha, *sums;            /* as m and o, scratch */
+    void *alpha;                   /* as m, scratch */
     const pf_terms *terms;         /* null: none */
     const void *k_scale, *v_scale; /* real, one per key from key_lo on: stored rows times these; null: 1 */
     int64_t q_stride, scores_stride, o_stride;
