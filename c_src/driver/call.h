@@ -110,25 +110,26 @@ static inline pf_sequence pf_get_sequence(const pf_attention_call *call, int64_t
 
 /* Spans of rows instead of queries. */
 static inline pf_span pf_row_span(const pf_sequence *s, int64_t row, int side) {
-    return pf_visible(&s->mask, row / s->group, side);
+    return pf_visible(&s->mask, pf_quotient(row, s->group), side);
 }
 
 static inline pf_span pf_rows_any(const pf_sequence *s, int64_t first, int64_t end, int side) {
-    return pf_visible_to_any(&s->mask, first / s->group, (end - 1) / s->group, side);
+    return pf_visible_to_any(&s->mask, pf_quotient(first, s->group), pf_quotient(end - 1, s->group), side);
 }
 
 static inline pf_span pf_rows_all(const pf_sequence *s, int64_t first, int64_t end, int side) {
-    return pf_visible_to_all(&s->mask, first / s->group, (end - 1) / s->group, side);
+    return pf_visible_to_all(&s->mask, pf_quotient(first, s->group), pf_quotient(end - 1, s->group), side);
 }
 
 static inline int64_t pf_query_head(const pf_sequence *s, int64_t kv_head, int64_t row) {
-    return kv_head * s->group + row % s->group;
+    return kv_head * s->group + row - pf_quotient(row, s->group) * s->group;
 }
 
 /* The row of q, out or lse that belongs to a row of a key/value head. */
 static inline void *pf_row_of(const pf_tensor *t, const pf_sequence *s, int64_t kv_head, int64_t row) {
-    const int64_t head = pf_query_head(s, kv_head, row), token = s->q_token + row / s->group;
-    const int64_t offset = s->q_batch * t->stride_batch + token * t->stride_token + head * t->stride_head;
+    const int64_t query = pf_quotient(row, s->group), head = kv_head * s->group + row - query * s->group;
+    const int64_t offset =
+        s->q_batch * t->stride_batch + (s->q_token + query) * t->stride_token + head * t->stride_head;
     return (char *)t->data + offset * pf_dtype_size(t->dtype);
 }
 

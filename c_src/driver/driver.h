@@ -108,6 +108,11 @@ int pf_may_touch_hidden(const pf_context *context, const pf_sequence *s, int64_t
 void pf_replace_hidden(const pf_context *context, const char *added, int64_t num_keys,
                        const void *replacement, const void **rows);
 
+/* finish.c: the factor that turns the sums of a row into its outputs; writes its lse, if that is asked
+ * for. */
+double pf_output_scale(const pf_context *context, const pf_sequence *sequence, int64_t kv_head, int64_t row,
+                       double m, double l, double value_factor);
+
 /* finish.c: one finished row to out and lse; its values were multiplied by value_factor. Returns
  * whether the outputs are finite. */
 int pf_finish_row(const pf_context *context, const pf_sequence *sequence, int64_t kv_head, int64_t row,

@@ -29,7 +29,7 @@ typedef struct pf_block {
     const pf_context *context;
     const pf_sequence *sequence;
     int64_t kv_head, first, num_rows;
-    int64_t num_vectors, num_panels;
+    int64_t num_panels, narrow, num_wider; /* panels of `narrow` vectors, the first ones of one more */
     int alone;           /* one row, computed again: it must not touch keys that it does not see */
     double value_factor; /* values are multiplied by it, the outputs divided */
 } pf_block;
@@ -88,7 +88,7 @@ static inline void pf_carve_panels(const pf_context *context, char **at, int64_t
     s->scale_rows = pf_carve(at, num_scales * (int64_t)sizeof(void *));
     s->zeros = pf_carve(at, context->hides ? s->v_stride * e : 0);
     s->k_rows = pf_carve(at, tile * (int64_t)sizeof(void *));
-    s->v_rows = pf_carve(at, tile * (int64_t)sizeof(void *));
+    s->v_rows = pf_carve(at, (tile + PF_VALUES_AHEAD) * (int64_t)sizeof(void *));
     s->q_rows = pf_carve(at, width * (int64_t)sizeof(void *));
     s->lo = pf_carve(at, width * (int64_t)sizeof(int32_t));
     s->hi = pf_carve(at, width * (int64_t)sizeof(int32_t));
@@ -106,17 +106,17 @@ static inline pf_block pf_make_block(const pf_context *context, const pf_sequenc
                       .first = first,
                       .num_rows = num_rows,
                       .value_factor = value_factor};
-    block.num_vectors = pf_ceil_div(num_rows, context->kernels->lanes);
-    block.num_panels = pf_ceil_div(block.num_vectors, pf_panel_vectors(context));
+    const int64_t num_vectors = pf_ceil_div(num_rows, context->kernels->lanes);
+    block.num_panels = pf_ceil_div(num_vectors, pf_panel_vectors(context));
+    block.narrow = num_vectors / block.num_panels;
+    block.num_wider = num_vectors - block.narrow * block.num_panels;
     return block;
 }
 
 static inline pf_panel pf_get_panel(const pf_block *block, int64_t p) {
     const int64_t lanes = block->context->kernels->lanes;
-    const int64_t base = block->num_vectors / block->num_panels,
-                  wider = block->num_vectors % block->num_panels;
-    pf_panel panel = {.first_vector = p * base + pf_min(p, wider),
-                      .num_vectors = (int32_t)(base + (p < wider))};
+    pf_panel panel = {.first_vector = p * block->narrow + pf_min(p, block->num_wider),
+                      .num_vectors = (int32_t)(block->narrow + (p < block->num_wider))};
     panel.first_row = block->first + panel.first_vector * lanes;
     panel.num_rows =
         (int32_t)pf_min(panel.num_vectors * lanes, block->first + block->num_rows - panel.first_row);
@@ -213,6 +213,8 @@ static inline void pf_fetch_panel_keys(const pf_panel_scratch *s, const pf_block
     else
         pf_fetch_panel_rows(s, block, &call->v, &call->v_scale, keys, call->head_dim_v, block->value_factor,
                             s->v_copies, s->v_stride, s->v_rows);
+    for (int64_t ahead = 0; ahead < PF_VALUES_AHEAD; ahead++)
+        s->v_rows[keys.hi - keys.lo + ahead] = s->v_rows[keys.hi - keys.lo - 1];
 }
 
 /* Keys and values that have been fetched, packed for a matrix unit. */

@@ -8,6 +8,9 @@ typedef struct pf_scratch {
     char *states; /* of the whole block, one per node of the tree */
     pf_retry_scratch retry_scratch;
     double *retry; /* one per row of the block: see pf_retry_factor */
+    /* One per lane of a vector: factors on outputs, whether they are finite, where they go. */
+    void *factors, *check;
+    void **out_rows;
 } pf_scratch;
 
 static pf_state_shape block_shape(const pf_context *context, int64_t num_rows) {
@@ -25,6 +28,9 @@ static int64_t carve(const pf_context *context, char *base, pf_scratch *s) {
         pf_carve(&at, (context->call->num_splits > 1 ? context->tree_nodes : 1) * pf_state_bytes(&shape));
     pf_carve_retry(context, &at, &s->retry_scratch);
     s->retry = pf_carve(&at, rows * (int64_t)sizeof(double));
+    s->factors = pf_carve(&at, context->kernels->lanes * context->elem_bytes);
+    s->check = pf_carve(&at, context->kernels->lanes * context->elem_bytes);
+    s->out_rows = pf_carve(&at, context->kernels->lanes * (int64_t)sizeof(void *));
     return at - base;
 }
 
@@ -105,8 +111,21 @@ static void merge_block(const void *owner, pf_state into, pf_state from) {
 
 static void run_rows(const pf_context *context, const pf_scratch *s, const pf_block *block);
 
+/* Whether and how a row whose outputs are not finite is computed again. */
+static double retry_factor(const pf_scratch *s, const pf_block *block, const void *o, int32_t num_vectors,
+                           int32_t vector, int64_t lane, int64_t row, double l, pf_retry_scratch *scratch) {
+    const pf_context *context = block->context;
+    context->kernels->unpack_rows(o, num_vectors, vector, context->call->head_dim_v, s->panels.rows,
+                                  s->panels.row_stride);
+    char *outputs = (char *)s->panels.rows + lane * s->panels.row_stride * context->elem_bytes;
+    context->kernels->state_scale(outputs, context->call->head_dim_v, pf_real_at(context, s->factors, lane));
+    return pf_retry_factor(context, block->sequence, block->kv_head, row, outputs, l, block->value_factor,
+                           scratch);
+}
+
 static void finish_block(const pf_context *context, const pf_scratch *s, const pf_block *block,
                          pf_state state) {
+    const pf_attention_call *call = context->call;
     const int64_t lanes = context->kernels->lanes, end = block->first + block->num_rows;
     pf_retry_scratch scratch = s->retry_scratch;
     pf_start_retry(block->sequence, block->first, end, block->alone, &scratch);
@@ -115,20 +134,27 @@ static void finish_block(const pf_context *context, const pf_scratch *s, const p
         const pf_panel panel = pf_get_panel(block, p);
         const pf_state part = panel_state(block, &state, &panel);
         for (int32_t vector = 0; vector < panel.num_vectors; vector++) {
-            const int32_t together = part_vectors(block, &panel), first = vector / together * together;
-            const int64_t before = first * lanes * context->call->head_dim_v * context->elem_bytes;
-            context->kernels->unpack_rows((char *)part.o + before, together, vector - first,
-                                          context->call->head_dim_v, s->panels.rows, s->panels.row_stride);
-            for (int64_t w = 0; w < lanes && panel.first_row + vector * lanes + w < end; w++) {
-                const int64_t lane = vector * lanes + w, row = panel.first_row + lane;
-                const double m = pf_real_at(context, part.m, lane), l = pf_real_at(context, part.l, lane);
-                char *o = (char *)s->panels.rows + w * s->panels.row_stride * context->elem_bytes;
-                const int finite = pf_finish_row(context, block->sequence, block->kv_head, row, o, m, l,
-                                                 block->value_factor);
-                s->retry[row - block->first] =
+            const int64_t first_lane = vector * lanes, first = panel.first_row + first_lane;
+            const int64_t num_rows = pf_min(lanes, end - first);
+            const int32_t together = part_vectors(block, &panel), place = vector % together;
+            const char *o =
+                (char *)part.o + (vector - place) * lanes * call->head_dim_v * context->elem_bytes;
+            for (int64_t w = 0; w < num_rows; w++) {
+                const double m = pf_real_at(context, part.m, first_lane + w),
+                             l = pf_real_at(context, part.l, first_lane + w);
+                pf_set_real(context, s->factors, w,
+                            pf_output_scale(context, block->sequence, block->kv_head, first + w, m, l,
+                                            block->value_factor));
+                s->out_rows[w] = pf_row_of(&call->out, block->sequence, block->kv_head, first + w);
+            }
+            context->kernels->finish_rows(o, together, place, call->head_dim_v, s->factors, s->out_rows,
+                                          (int32_t)num_rows, call->out.stride_dim, call->out.dtype, s->check);
+            for (int64_t w = 0; w < num_rows; w++) {
+                const int finite = pf_real_at(context, s->check, w) == 0;
+                s->retry[first + w - block->first] =
                     finite ? 0.0
-                           : pf_retry_factor(context, block->sequence, block->kv_head, row, o, l,
-                                             block->value_factor, &scratch);
+                           : retry_factor(s, block, o, together, place, w, first + w,
+                                          pf_real_at(context, part.l, first_lane + w), &scratch);
                 all_finite &= finite;
             }
         }

@@ -152,8 +152,9 @@ static void take_tile(const pf_context *context, const pf_stats_call *stats, con
         if (!wanted(stats, sequence, first, end))
             continue;
         pf_block block = pf_make_block(context, sequence, kv_head, first, end - first, 1.0);
-        block.num_vectors = context->kernels->panel_vectors;
         block.num_panels = 1;
+        block.narrow = context->kernels->panel_vectors;
+        block.num_wider = 0;
         take_panel(context, stats, s, &block, keys, border, side, &fetched);
     }
     for (int64_t g = 0; stats->key_mass && g < group; g++) {

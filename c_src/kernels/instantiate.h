@@ -1,7 +1,7 @@
 /* All kernels of one instruction set. Expects its simd header and PF_TABLE, the name of the table
  * to define; includes every kernel source twice, for float and for double. */
-#include "exp2.h"
 #include "real.h"
+#include "exp2.h"
 #include "table.h"
 
 #include "storage.h"
@@ -68,6 +68,7 @@ static void f64_decode_block(const pf_decode_block *block) {
         .state_merge = real##_state_merge,                                                                   \
         .state_scale = real##_state_scale,                                                                   \
         .pack_queries = real##_pack_queries,                                                                 \
+        .finish_rows = real##_finish_rows,                                                                   \
         .unpack_rows = real##_unpack_rows,                                                                   \
         .load_row = real##_load_row,                                                                         \
         .store_row = real##_store_row,                                                                       \

@@ -64,6 +64,7 @@ PF_INLINE void V(value_columns)(const int num_columns, const int num_vectors, co
     PF_UNROLL_4
     for (int64_t j = 0; j < tile->num_keys; j++) {
         const V(elem) *value = (const V(elem) *)tile->v_rows[j] + column;
+        __builtin_prefetch((const V(elem) *)tile->v_rows[j + PF_VALUES_AHEAD] + column);
         V(vec) lanes[8];
         PF_UNROLL
         for (int w = 0; w < num_vectors; w++)
@@ -110,8 +111,24 @@ static void V(score_tile)(const pf_prefill_tile *tile) {
     V(panel_terms)(tile, top);
 }
 
+/* Scores of num_keys keys to weights; `sums` are added up key by key. */
+PF_INLINE void V(weigh_keys)(const int num_keys, const int num_vectors, V(elem) * scores, const V(vec) * top,
+                             V(vec) * sums, V(weights) weights) {
+    V(vec) t[8];
+    PF_UNROLL
+    for (int i = 0; i < num_keys * num_vectors; i++)
+        t[i] = V(sub)(V(load)(scores + i * V(LANES)), top[i % num_vectors]);
+    V(weigh)(num_keys * num_vectors, t, weights);
+    PF_UNROLL
+    for (int i = 0; i < num_keys * num_vectors; i++) {
+        V(store)(scores + i * V(LANES), t[i]);
+        sums[i % num_vectors] = V(add)(sums[i % num_vectors], t[i]);
+    }
+}
+
 PF_INLINE void V(prefill_body)(const int num_vectors, const int masked, const pf_prefill_tile *tile) {
     const V(weights) weights = V(weights_of)(tile->scale_log2);
+    const int64_t width = (int64_t)num_vectors * V(LANES);
     V(elem) *m = tile->m, *l = tile->l, *scores = tile->scores;
     V(vec) lo[8], hi[8], top[8], alpha[8];
     PF_UNROLL
@@ -145,15 +162,13 @@ PF_INLINE void V(prefill_body)(const int num_vectors, const int masked, const pf
         alpha[w] = V(weight)(V(sub)(alpha[w], top[w]), weights);
         sums[w] = V(zero)();
     }
-    for (int64_t j = 0; j < tile->num_keys; j++) {
-        PF_UNROLL
-        for (int w = 0; w < num_vectors; w++) {
-            V(elem) *place = scores + (j * num_vectors + w) * V(LANES);
-            const V(vec) p = V(weight)(V(sub)(V(load)(place), top[w]), weights);
-            V(store)(place, p);
-            sums[w] = V(add)(sums[w], p);
-        }
-    }
+    /* Six chains side by side hide the latency of each. */
+    const int together = 6 / num_vectors;
+    int64_t key = 0;
+    for (; key + together <= tile->num_keys; key += together)
+        V(weigh_keys)(together, num_vectors, scores + key * width, top, sums, weights);
+    for (; key < tile->num_keys; key++)
+        V(weigh_keys)(1, num_vectors, scores + key * width, top, sums, weights);
     PF_UNROLL
     for (int w = 0; w < num_vectors; w++)
         V(store)(l + w * V(LANES), V(fma)(V(load)(l + w * V(LANES)), alpha[w], sums[w]));

@@ -139,3 +139,58 @@ static void V(unpack_rows)(const void *panel, int32_t num_vectors, int32_t vecto
             V(store)(rows + w * row_stride + d, square[w]);
     }
 }
+
+PF_INLINE void V(finish_rows_as)(const void *panel, int32_t num_vectors, int32_t vector, int64_t num_dims,
+                                 const void *factors, void *const *rows, int32_t num_rows, int64_t stride,
+                                 const int32_t dtype, void *check_) {
+    const int64_t width = (int64_t)num_vectors * V(LANES), size = pf_dtype_size(dtype);
+    const V(elem) *lanes = (const V(elem) *)panel + vector * V(LANES);
+    const V(vec) factor = V(load)(factors);
+    V(vec) check = V(zero)(); /* x * 0 is NaN for NaN and Inf alone */
+    for (int64_t d = 0; d < num_dims; d += V(LANES)) {
+        const int64_t valid = num_dims - d < V(LANES) ? num_dims - d : V(LANES);
+        V(vec) square[V(LANES)];
+        for (int64_t k = 0; k < V(LANES); k++) {
+            /* Adding 0: see state_scale. */
+            const V(vec) x = k < valid ? V(add)(V(load)(lanes + (d + k) * width), V(zero)()) : V(zero)();
+            square[k] = V(mul)(x, factor);
+            check = V(fma)(square[k], V(zero)(), check);
+        }
+        V(transpose)(square);
+        PF_UNROLL
+        for (int w = 0; w < V(LANES); w++) {
+            if (w >= num_rows)
+                continue;
+            if (stride == 1 && valid == V(LANES)) {
+                V(store_as)(rows[w], d, square[w], dtype);
+                continue;
+            }
+            V(elem) part[V(LANES)];
+            V(store)(part, square[w]);
+            V(store_row)((char *)rows[w] + d * stride * size, stride, part, valid, dtype);
+        }
+    }
+    V(store)(check_, check);
+}
+
+static void V(finish_rows)(const void *panel, int32_t num_vectors, int32_t vector, int64_t num_dims,
+                           const void *factors, void *const *rows, int32_t num_rows, int64_t stride,
+                           int32_t dtype, void *check) {
+    switch (dtype) {
+    case PF_F16:
+        V(finish_rows_as)(panel, num_vectors, vector, num_dims, factors, rows, num_rows, stride, PF_F16,
+                          check);
+        return;
+    case PF_BF16:
+        V(finish_rows_as)(panel, num_vectors, vector, num_dims, factors, rows, num_rows, stride, PF_BF16,
+                          check);
+        return;
+    case PF_F64:
+        V(finish_rows_as)(panel, num_vectors, vector, num_dims, factors, rows, num_rows, stride, PF_F64,
+                          check);
+        return;
+    default:
+        V(finish_rows_as)(panel, num_vectors, vector, num_dims, factors, rows, num_rows, stride, PF_F32,
+                          check);
+    }
+}

@@ -12,13 +12,28 @@ PF_INLINE V(weights) V(weights_of)(double scale_log2) {
     return (V(weights)){V(set1)((V(elem))scale_log2), V(set1)((V(elem))(-V(RANGE) / scale_log2))};
 }
 
-/* exp2(t * factor) for t <= 0; -inf gives exactly 0, NaN stays NaN. */
+/* exp2(t * factor) for t <= 0, in place; -inf gives exactly 0, NaN stays NaN. Step by step for all of
+ * a few vectors. */
+PF_INLINE void V(weigh)(const int n, V(vec) * t, V(weights) w) {
+    V(vec) z[8], p[8];
+    PF_UNROLL
+    for (int i = 0; i < n; i++)
+        t[i] = V(max)(w.floor, t[i]);
+    PF_UNROLL
+    for (int i = 0; i < n; i++)
+        z[i] = V(fma)(t[i], w.factor, V(set1)(V(MAGIC)));
+    PF_UNROLL
+    for (int i = 0; i < n; i++)
+        t[i] = V(fma)(t[i], w.factor, V(sub)(V(set1)(V(MAGIC)), z[i])); /* minus its integer */
+    V(exp2_fractions)(n, t, p);
+    PF_UNROLL
+    for (int i = 0; i < n; i++)
+        t[i] = V(mul)(p[i], V(exponent)(z[i]));
+}
+
 PF_INLINE V(vec) V(weight)(V(vec) t, V(weights) w) {
-    t = V(max)(w.floor, t);
-    const V(vec) z = V(fma)(t, w.factor, V(set1)(V(MAGIC)));
-    const V(vec) n = V(sub)(z, V(set1)(V(MAGIC)));
-    const V(vec) f = V(fma)(t, w.factor, V(sub)(V(zero)(), n));
-    return V(mul)(V(exp2_fraction)(f), V(exponent)(z));
+    V(weigh)(1, &t, w);
+    return t;
 }
 
 PF_INLINE V(elem) V(weight1)(V(elem) t, V(weights) w) {

@@ -32,7 +32,7 @@ typedef struct pf_terms {
 typedef struct pf_prefill_tile {
     const void *q;             /* real [head_dim][width] */
     const void *const *k_rows; /* num_keys pointers to real [head_dim] */
-    const void *const *v_rows; /* num_keys pointers to real [head_dim_v] */
+    const void *const *v_rows; /* num_keys pointers to real [head_dim_v], and PF_VALUES_AHEAD more */
     const int32_t *lo, *hi;    /* [width]: lane w sees keys lo[w] <= j < hi[w]; null: all keys */
     void *scores;              /* real [num_keys][width], scratch */
     void *m, *l;               /* real [width] */
@@ -97,7 +97,12 @@ typedef struct pf_real_kernels {
     void (*pack_queries)(void *panel, int32_t num_vectors, const void *const *rows, int32_t num_rows,
                          int64_t head_dim, int32_t dtype, int64_t stride, double factor, void *scratch,
                          int64_t scratch_stride);
-    /* And back: vector `vector` of real [num_dims][width] to rows real [lanes][row_stride]. */
+    /* And back: vector `vector` of real [num_dims][width], times a factor per lane (real [lanes]), to
+     * num_rows rows as stored; `check` (real [lanes]) becomes 0 where all results are finite. */
+    void (*finish_rows)(const void *panel, int32_t num_vectors, int32_t vector, int64_t num_dims,
+                        const void *factors, void *const *rows, int32_t num_rows, int64_t stride,
+                        int32_t dtype, void *check);
+    /* The same as they are, to rows real [lanes][row_stride]. */
     void (*unpack_rows)(const void *panel, int32_t num_vectors, int32_t vector, int64_t num_dims, void *rows,
                         int64_t row_stride);
 
@@ -143,6 +148,10 @@ typedef struct pf_kernel_table {
     pf_real_kernels real[2];         /* float, double */
     const pf_matrix_kernels *matrix; /* null: none */
 } pf_kernel_table;
+
+/* How many rows ahead of the one in use the prefill kernel fetches values into the first cache: rows a
+ * power of two apart share few sets of it, and are gone again before their next columns are needed. */
+enum { PF_VALUES_AHEAD = 8 };
 
 /* How many rows ahead of the one in use the decode kernel fetches: 8 KiB of float32 at head_dim 128. */
 enum { PF_ROWS_AHEAD = 16 };
