@@ -11,11 +11,11 @@ int pf_finish_row(const pf_context *context, const pf_sequence *sequence, int64_
     const double natural = m * context->scale.score_factor;
     const int saw_a_key = l != 0 || pf_sees_any(context, sequence, kv_head, row);
     const double factor = pf_output_factor(natural, l, sink, saw_a_key) / value_factor;
-    const double lse = pf_log_sum_exp(natural, l, call->lse_includes_sinks ? sink : none);
     const int finite = context->kernels->state_scale(o, call->head_dim_v, factor);
     context->kernels->store_row(pf_row_of(&call->out, sequence, kv_head, row), call->out.stride_dim, o,
                                 call->head_dim_v, call->out.dtype);
     if (call->lse.data) {
+        const double lse = pf_log_sum_exp(natural, l, call->lse_includes_sinks ? sink : none);
         void *place = pf_row_of(&call->lse, sequence, kv_head, row);
         if (call->lse.dtype == PF_F64)
             *(double *)place = lse;
