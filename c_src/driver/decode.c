@@ -113,8 +113,7 @@ static pf_tree make_tree(const pf_item *item, char *states) {
     tree.end = item->sequence->end_split;
     tree.depth = 0;
     tree.states = states;
-    tree.shape =
-        (pf_state_shape){item->num_rows, item->num_rows * item->o_stride, item->context->elem_bytes};
+    tree.shape = (pf_state_shape){item->num_rows, item->num_rows * item->o_stride, item->context->elem_bytes};
     tree.merge = merge_rows;
     tree.owner = item;
     return tree;
