@@ -20,7 +20,7 @@ class _Cuda:
         """Return why the backend cannot be used; in this version nothing that is installed helps."""
         return f"pyflash {__version__} has no CUDA kernels yet"
 
-    def _refuse(self, args: object) -> NoReturn:
+    def _refuse(self, args: object, *, again: object = None) -> NoReturn:
         """Raise BackendUnavailable: whoever comes here did not ask `unavailable` first."""
         raise BackendUnavailable(f"backend: 'cuda' is not available: {self.unavailable()}")
 

@@ -7,15 +7,14 @@
 
 from . import spans
 from ._api import (
-    append_kv,
     explain,
     flash_attention,
     flash_attention_varlen,
     flash_decoding,
-    merge_states,
     naive_attention,
     paged_attention,
 )
+from ._api_cache import append_kv, merge_states
 from ._api_stats import AttentionStats, attention_stats
 from ._backends import available_backends, use_backend
 from ._cache import PagedKVCache

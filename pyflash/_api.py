@@ -4,16 +4,35 @@ from __future__ import annotations
 
 from typing import Any
 
-from . import _args, _args_cache, _backends
-from ._description import Array, Backend, Explanation
+from . import _args, _backends, _call_table
+from ._description import Array, Arrays, Backend, Explanation, IndexArrays
 from ._errors import invalid, unsupported
 from ._options import attention_options
 
 Result = Array | tuple[Array, Array]
 
 
-def _run(call: _args.Call, backend: Backend) -> Result:
-    backend.attention(call.args)
+def _run(
+    call: _args.Call,
+    backend: Backend,
+    key: Any,
+    inputs: tuple[Array, Array, Array],
+    index: IndexArrays,
+    options: dict[str, Any],
+) -> Result:
+    """Make a checked call, and remember it under its key unless that is None."""
+    again = None if key is None else Arrays(*inputs, call.out, index)
+    repeat = backend.attention(call.args, again=again)
+    if repeat is not None:
+        lse = call.lse
+        known = _call_table.Known(
+            repeat,
+            call.out.shape,
+            None if options.get("out_dtype") is None else call.out.dtype,
+            None if lse is None else lse.shape,
+            None if lse is None else lse.dtype,
+        )
+        _call_table.remember(key, known)
     return call.result()
 
 
@@ -25,6 +44,7 @@ def flash_attention(
     *,
     seq_lens: Array | None = None,
     layout: str = "bshd",
+    out: Array | None = None,
     backend: str | None = None,
     **options: Any,
 ) -> Result:
@@ -78,10 +98,13 @@ def flash_attention(
     >>> pyflash.flash_attention(q, q, q, causal=True).shape
     (1, 4, 2, 8)
     """
+    index = () if seq_lens is None else (None, None, seq_lens, None)
+    key, result = _call_table.attempt("dense", q, k, v, out, index, layout, "nhd", backend, options)
+    if result is not None:
+        return result
     chosen = _backends.resolve(backend)
-    return _run(
-        _args.dense(q, k, v, backend=chosen.name, layout=layout, seq_lens=seq_lens, **options), chosen
-    )
+    call = _args.dense(q, k, v, backend=chosen.name, layout=layout, seq_lens=seq_lens, out=out, **options)
+    return _run(call, chosen, key, (q, k, v), index, options)
 
 
 @attention_options(
@@ -138,6 +161,7 @@ def flash_attention_varlen(
     cu_seqlens_q: Array,
     cu_seqlens_kv: Array,
     *,
+    out: Array | None = None,
     backend: str | None = None,
     **options: Any,
 ) -> Result:
@@ -171,8 +195,13 @@ def flash_attention_varlen(
     >>> pyflash.flash_attention_varlen(q, q, q, lengths, lengths, causal=True).shape
     (5, 2, 8)
     """
+    index = (cu_seqlens_q, cu_seqlens_kv, None, None)
+    key, result = _call_table.attempt("varlen", q, k, v, out, index, "packed", "nhd", backend, options)
+    if result is not None:
+        return result
     chosen = _backends.resolve(backend)
-    return _run(_args.varlen(q, k, v, cu_seqlens_q, cu_seqlens_kv, backend=chosen.name, **options), chosen)
+    call = _args.varlen(q, k, v, cu_seqlens_q, cu_seqlens_kv, backend=chosen.name, out=out, **options)
+    return _run(call, chosen, key, (q, k, v), index, options)
 
 
 @attention_options("``(batch, num_heads)``, ``(batch, num_heads, seqlen_q)`` or ``(num_heads, total_q)``")
@@ -186,6 +215,7 @@ def paged_attention(
     cu_seqlens_q: Array | None = None,
     layout: str = "bshd",
     cache_layout: str = "nhd",
+    out: Array | None = None,
     backend: str | None = None,
     **options: Any,
 ) -> Result:
@@ -231,6 +261,12 @@ def paged_attention(
     Kwon et al., "Efficient Memory Management for Large Language Model Serving with
     PagedAttention", 2023, section 4.1.
     """
+    index = (cu_seqlens_q, None, seq_lens, block_table)
+    key, result = _call_table.attempt(
+        "paged", q, k_cache, v_cache, out, index, layout, cache_layout, backend, options
+    )
+    if result is not None:
+        return result
     chosen = _backends.resolve(backend)
     call = _args.paged(
         q,
@@ -242,9 +278,10 @@ def paged_attention(
         cu_seqlens_q=cu_seqlens_q,
         layout=layout,
         cache_layout=cache_layout,
+        out=out,
         **options,
     )
-    return _run(call, chosen)
+    return _run(call, chosen, key, (q, k_cache, v_cache), index, options)
 
 
 @attention_options("``(batch, num_heads, seqlen_q)``, without the axes that `out` lacks")
@@ -337,149 +374,3 @@ def explain(
     else:
         call = _args.dense(q, k, v, backend=chosen.name, **options)
     return chosen.explain(call.args)
-
-
-def merge_states(
-    out: Array,
-    lse: Array,
-    *,
-    layout: str = "bshd",
-    sinks: Array | None = None,
-    lse_includes_sinks: bool = False,
-    out_dtype: Any = None,
-    backend: str | None = None,
-) -> tuple[Array, Array]:
-    """Merge attention results over disjoint sets of keys into the result over their union.
-
-    Parameters
-    ----------
-    out : (num_parts, batch, seqlen, num_heads, head_dim) ndarray
-        Outputs of the parts (without sinks), stacked on axis 0; the axes behind it as `layout`
-        says, without batch or heads where the parts lack them.
-    lse : (num_parts, batch, num_heads, seqlen) ndarray
-        Their log-sum-exp, float32 or float64. -inf is an empty part.
-    layout : {"bshd", "bhsd"}, default "bshd"
-        Order of the axes of the parts.
-    sinks : (num_heads,) ndarray, optional
-        Learned logits that enter the denominator once, here.
-    lse_includes_sinks : bool, default False
-        Whether they count in the merged `lse` too.
-    out_dtype : dtype or str, optional
-        Type of the result. Default: that of the parts.
-    backend : {"auto", "numpy", "c", "cuda"}, optional
-        As in `flash_attention`.
-
-    Returns
-    -------
-    out : ndarray
-        One part's shape.
-    lse : ndarray
-        Log-sum-exp over the union.
-
-    Raises
-    ------
-    InvalidArgument, BackendUnavailable
-        As in `flash_attention`.
-
-    Notes
-    -----
-    The parts are merged along the fixed binary tree of their indices, ((0, 1), (2, 3)) and so on,
-    in float32 or wider; parts computed with ``out_dtype="float32"`` lose nothing on the way.
-    """
-    chosen = _backends.resolve(backend)
-    call = _args_cache.merge(
-        out,
-        lse,
-        layout=layout,
-        sinks=sinks,
-        lse_includes_sinks=lse_includes_sinks,
-        out_dtype=out_dtype,
-    )
-    chosen.merge_states(call.args)
-    return call.out, call.lse
-
-
-def append_kv(
-    k: Array,
-    v: Array,
-    k_cache: Array,
-    v_cache: Array,
-    *,
-    block_table: Array | None = None,
-    seq_lens: Array | None = None,
-    slots: Array | None = None,
-    cu_seqlens: Array | None = None,
-    cos: Array | None = None,
-    sin: Array | None = None,
-    interleaved: bool = False,
-    k_scale: float | Array | None = None,
-    v_scale: float | Array | None = None,
-    kv_dtype: str | None = None,
-    cache_layout: str = "nhd",
-    backend: str | None = None,
-) -> None:
-    """Write new keys and values into a cache, in place, rotating the keys on the way if asked.
-
-    Parameters
-    ----------
-    k : ndarray
-        ``(batch, seqlen, num_kv_heads, head_dim)``; ``(batch, num_kv_heads, head_dim)``: one token
-        a sequence; ``(total, num_kv_heads, head_dim)`` with `cu_seqlens` or `slots`.
-    v : ndarray
-        As `k`, of width ``head_dim_v``.
-    k_cache, v_cache : (num_pages, page_size, num_kv_heads, head_dim) ndarray
-        The page pools, of any type that attention reads; values are converted to it. Without a
-        `block_table` they are dense caches ``(batch, max_seqlen, num_kv_heads, head_dim)``.
-    block_table : (batch, max_pages) int32 or int64 ndarray, optional
-        Page number of each logical page.
-    seq_lens : (batch,) int32 or int64 ndarray
-        Length of each sequence *before* the append.
-    slots : int32 or int64 ndarray, optional
-        Instead of table and lengths, the place of each token: ``page * page_size + place``;
-        tokens with -1 are skipped. Of two tokens for one place the later one stays.
-    cu_seqlens : (batch + 1,) int32 or int64 ndarray, optional
-        Prefix sums of packed tokens.
-    cos, sin : (max_position, rotary_dim / 2) float32 or float64 ndarray, optional
-        Rotary tables, looked up at each token's position; with `slots`, one row per token.
-    interleaved : bool, default False
-        Rotate neighbouring pairs ``(x[2i], x[2i+1])`` instead of ``(x[i], x[i + rotary_dim/2])``.
-    k_scale, v_scale : float or ndarray, optional
-        Scales of the caches; float8, int8 and int4 need them. A number or (num_kv_heads,) is what
-        values are divided by before they are rounded (to nearest even) and saturated. A float32 array
-        of the cache's shape without its last axis is *written*: each token and head gets the scale
-        with which its largest number is the largest of the type (NaN where that is not finite).
-    kv_dtype : {"e4m3fn", "e5m2", "int4"}, optional
-        What caches of uint8 hold, as in `flash_attention`.
-    cache_layout : {"nhd", "hnd"}, default "nhd"
-        With "hnd" the caches have heads before places.
-    backend : {"auto", "numpy", "c", "cuda"}, optional
-        As in `flash_attention`.
-
-    Raises
-    ------
-    InvalidArgument, BackendUnavailable
-        As in `flash_attention`; nothing has been written then.
-
-    References
-    ----------
-    Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021, section 3.2.
-    """
-    chosen = _backends.resolve(backend)
-    args = _args_cache.append(
-        k,
-        v,
-        k_cache,
-        v_cache,
-        block_table=block_table,
-        seq_lens=seq_lens,
-        slots=slots,
-        cu_seqlens=cu_seqlens,
-        cos=cos,
-        sin=sin,
-        interleaved=interleaved,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        kv_dtype=kv_dtype,
-        cache_layout=cache_layout,
-    )
-    chosen.append_kv(args)

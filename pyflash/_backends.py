@@ -30,6 +30,9 @@ _SOURCE_FOLDER = (
 _current: contextvars.ContextVar[str | None] = contextvars.ContextVar("pyflash_backend", default=None)
 _loaded: dict[str, Backend] = {}
 
+#: The name that `use_backend` has set in this context, None without.
+in_context = _current.get
+
 
 def load(name: str) -> Backend:
     """Return a backend by name, available or not."""
@@ -54,7 +57,7 @@ class _Absent:
     def unavailable(self) -> str:
         return _SOURCE_FOLDER
 
-    def _refuse(self, args: object) -> NoReturn:
+    def _refuse(self, args: object, *, again: object = None) -> NoReturn:
         raise BackendUnavailable(f"backend: {self.name!r} is not available: {self.unavailable()}")
 
     attention = attention_stats = merge_states = append_kv = explain = _refuse

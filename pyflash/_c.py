@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,16 @@ import numpy as np
 from . import _dtypes
 from ._description import (
     DECODE_MAX_ROWS,
+    INDEX_NAMES,
     AppendArgs,
     Array,
+    Arrays,
     AttentionArgs,
     CFunction,
     Explanation,
+    IndexArrays,
     MergeArgs,
+    Repeat,
     StatsArgs,
 )
 from ._errors import PyflashError, UnsupportedError, invalid
@@ -126,10 +131,77 @@ def _data(array: Array) -> Any:
     """Return where an array lies, never null: a null pointer means that there is no array."""
     if not array.size:
         return ffi.cast("void *", 64)
-    try:
-        return ffi.from_buffer(array)  # a tenth of the time of _pointer, but not for any strides and types
-    except (ValueError, BufferError):
-        return _pointer(array)
+    return _place_reader(array)(array)
+
+
+def _first_element(array: Array) -> Any:
+    """Return where an array of any strides and any type lies: a part of one element is contiguous."""
+    first = array[(_FIRST,) * array.ndim]
+    return ffi.from_buffer(first if first.dtype.char in _BUFFER_TYPES else first.view(_BITS[first.itemsize]))
+
+
+_FIRST = slice(1)
+#: Types that have a buffer protocol, and how to look at the others.
+_BUFFER_TYPES = frozenset("?bBhHiIlLqQefd")
+_BITS: dict[int, Any] = {1: np.uint8, 2: np.uint16}
+
+
+def _place_reader(array: Array) -> Callable[[Array], Any]:
+    """Return what says where arrays of this shape, type and strides lie; none may be empty."""
+    flags = array.flags
+    if array.dtype.char in _BUFFER_TYPES and (flags.c_contiguous or flags.f_contiguous):
+        reader: Callable[[Array], Any] = ffi.from_buffer
+        return reader
+    return _first_element
+
+
+def _reach(array: Array) -> tuple[int, int]:
+    """Return the bytes that an array occupies, counted from its first element."""
+    lo, hi = 0, array.itemsize
+    for length, stride in zip(array.shape, array.strides, strict=True):
+        if stride < 0:
+            lo += stride * (length - 1)
+        else:
+            hi += stride * (length - 1)
+    return lo, hi
+
+
+def _repeat(args: AttentionArgs, call: Any, given: Arrays) -> Repeat | None:
+    """Return what makes a call again that has no arrays of its caller but those in `given`."""
+    arrays = {"q": given.q, "k": given.k, "v": given.v, "out": given.out}
+    index = {name: x for name, x in zip(INDEX_NAMES, given.index_arrays, strict=False) if x is not None}
+    arrays |= index
+    # Empty arrays have no place, and a copy of an unaligned index array has strides of its own.
+    if not all(x.size for x in arrays.values()) or any(x is not getattr(args, n) for n, x in index.items()):
+        return None
+    known = ffi.new("pf_known_call *", {"call": call[0], **{name: _reach(x) for name, x in arrays.items()}})
+    known.total_q, known.total_kv = args.q.shape[1], args.k.shape[1]
+    known.longest, known.num_pages = args.k.shape[1], args.k.shape[0]
+    if args.block_table is not None:
+        known.longest *= args.block_table.shape[1]
+    # Made from numbers, not the caller's: read again by every such call.
+    kept = (args.q_offset, args.k_scale, args.v_scale, args.spans)
+    place_q, place_k, place_v, place_out = (_place_reader(x) for x in given[:4])
+    place_index = [_first_element if x is None else _place_reader(x) for x in given.index_arrays]
+    function, place_lse, null, new = lib.pf_attention_again, ffi.from_buffer, ffi.NULL, ffi.new
+
+    def repeat(
+        q: Array,
+        k: Array,
+        v: Array,
+        out: Array,
+        lse: Array | None,
+        index: IndexArrays,
+        _kept: object = kept,
+    ) -> bool:
+        table = null
+        if index:
+            places = [null if x is None else place(x) for place, x in zip(place_index, index, strict=True)]
+            table = new("void *[4]", places)
+        lse_place = null if lse is None else place_lse(lse)
+        return not function(known, place_q(q), place_k(k), place_v(v), place_out(out), lse_place, table)
+
+    return repeat
 
 
 def _code(array: Array) -> int:
@@ -238,8 +310,8 @@ class CBackend:
         """Return why the extension cannot be used, None if it can."""
         return _import_error
 
-    def attention(self, args: AttentionArgs) -> None:
-        """Fill ``args.out`` and ``args.lse``."""
+    def attention(self, args: AttentionArgs, *, again: Arrays | None = None) -> Repeat | None:
+        """Fill ``args.out`` and ``args.lse``; with `again`, return what makes such calls again."""
         isa, _ = choose_isa(args.isa)
         call = _attention_call(args, isa)
         status = lib.pf_attention(call)
@@ -247,6 +319,7 @@ class CBackend:
             needed = self._plan(call).workspace_bytes
             raise invalid("workspace", f"{args.workspace.nbytes} bytes", f"at least {needed}")
         _check(status)
+        return None if again is None else _repeat(args, call, again)
 
     def merge_states(self, args: MergeArgs) -> None:
         """Fill ``args.out`` and ``args.lse``."""

@@ -131,6 +131,28 @@ class StatsArgs(NamedTuple):
     row_probabilities: Array | None  # (batch, num_heads, num_rows, keys)
 
 
+#: The index arrays of a call, whose contents are checked every time, in the order of `Repeat`.
+INDEX_NAMES = ("cu_seqlens_q", "cu_seqlens_kv", "seq_lens", "block_table")
+
+#: Index arrays as a caller gave them: none at all, or one or None for each of `INDEX_NAMES`.
+IndexArrays = tuple["Array | None", ...]
+
+
+class Arrays(NamedTuple):
+    """The arrays of a call as the caller gave them."""
+
+    q: Array
+    k: Array
+    v: Array
+    out: Array
+    index_arrays: IndexArrays
+
+
+#: Makes a call again with other arrays q, k, v, out, lse and index arrays as callers give them. False:
+#: nothing was done, check the arguments.
+Repeat = Callable[[Array, Array, Array, Array, "Array | None", IndexArrays], bool]
+
+
 class Explanation(NamedTuple):
     """What a call would do, as `pyflash.explain` says it.
 
@@ -181,8 +203,11 @@ class Backend(Protocol):
     def unavailable(self) -> str | None:
         """Return why the backend cannot be used here, None if it can."""
 
-    def attention(self, args: AttentionArgs) -> None:
-        """Fill ``args.out`` and ``args.lse``."""
+    def attention(self, args: AttentionArgs, *, again: Arrays | None = None) -> Repeat | None:
+        """Fill ``args.out`` and ``args.lse``.
+
+        Given the caller's arrays, return what makes such calls again, None if there is nothing to save.
+        """
 
     def merge_states(self, args: MergeArgs) -> None:
         """Fill ``args.out`` and ``args.lse``."""

@@ -120,11 +120,12 @@ def attention_options(lse_shape: str, without: tuple[str, ...] = ()) -> Callable
     The docstring has the lines ``{parameters}``, ``{returns}`` and ``{raises}`` where the shared
     text goes; the signature gets the shared keywords in place of ``**options``. Left out are the
     keywords in `without`, which the function refuses, and those that it names and documents itself.
+    `out` is a shared one also where a function names it, which is faster than to look for it.
     """
 
     def decorate(function: _Function) -> _Function:
         signature = inspect.signature(function)
-        own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD and p.name != "out"]
         names = {p.name for p in own}
         shared = [
             inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default)

@@ -17,6 +17,7 @@ from ._description import (
     DECODE_MAX_ROWS,
     AppendArgs,
     Array,
+    Arrays,
     AttentionArgs,
     Explanation,
     MergeArgs,
@@ -151,7 +152,7 @@ class NumpyBackend:
         """Return None: NumPy is always there."""
         return None
 
-    def attention(self, args: AttentionArgs) -> None:
+    def attention(self, args: AttentionArgs, *, again: Arrays | None = None) -> None:
         """Fill ``args.out`` and ``args.lse``, holding one tile of one block of rows at a time."""
         with quiet():
             for sequence in sequences(args):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, final
 import numpy as np
 
 from . import _checks
-from ._api import append_kv
+from ._api_cache import append_kv
 from ._description import Array
 from ._errors import InvalidArgument, invalid
 from ._pages import Growth

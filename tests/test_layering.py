@@ -32,6 +32,7 @@ ABOVE = {
     "__init__",
     "__main__",
     "_api",
+    "_api_cache",
     "_api_stats",
     "_cache",
     "_cascade",

@@ -9,6 +9,23 @@ int pf_attention(const pf_attention_call *call) {
     return pf_driver_attention(call);
 }
 
+int pf_attention_again(const pf_known_call *known, void *q, void *k, void *v, void *out, void *lse,
+                       const void *const *index) {
+    pf_attention_call call = known->call;
+    call.q.data = q;
+    call.k.data = k;
+    call.v.data = v;
+    call.out.data = out;
+    call.lse.data = lse;
+    if (index) {
+        call.cu_seqlens_q.data = index[0];
+        call.cu_seqlens_kv.data = index[1];
+        call.seq_lens.data = index[2];
+        call.block_table.data = index[3];
+    }
+    return pf_driver_attention_again(known, &call);
+}
+
 int pf_attention_plan(const pf_attention_call *call, pf_plan *plan) {
     return pf_driver_plan(call, plan);
 }

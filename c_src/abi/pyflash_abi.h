@@ -50,6 +50,20 @@ typedef struct pf_attention_call {
     int64_t workspace_bytes;
 } pf_attention_call;
 
+/* The bytes that an array occupies, counted from its first element. */
+typedef struct pf_reach {
+    int64_t lo, hi;
+} pf_reach;
+
+/* A call that was checked and made, and what its arrays have to fit when it is made again with others
+ * of the same shapes, strides and types. */
+typedef struct pf_known_call {
+    pf_attention_call call;
+    pf_reach q, k, v, out, cu_seqlens_q, cu_seqlens_kv, seq_lens, block_table;
+    int64_t total_q, total_kv;  /* what the prefix sums end with */
+    int64_t longest, num_pages; /* most keys of a sequence, pages of the pool */
+} pf_known_call;
+
 /* What a call would do. */
 typedef struct pf_plan {
     int32_t num_threads;
@@ -105,6 +119,10 @@ typedef struct pf_stats_call {
 
 /* All return a status; 0 is success. pf_status_text gives the words of any status. */
 int pf_attention(const pf_attention_call *call);
+/* A known call with arrays in these places (lse null: none); index is null or has four places, null
+ * for none, of cu_seqlens_q, cu_seqlens_kv, seq_lens and block_table. Threads may share `known`. */
+int pf_attention_again(const pf_known_call *known, void *q, void *k, void *v, void *out, void *lse,
+                       const void *const *index);
 int pf_attention_plan(const pf_attention_call *call, pf_plan *plan);
 int pf_merge_states(const pf_merge_call *call);
 int pf_append_kv(const pf_append_call *call);

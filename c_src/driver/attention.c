@@ -7,6 +7,9 @@
 
 #include <stdlib.h>
 
+/* Workspaces up to this size lie on the caller's stack, which costs a small call no allocation. */
+enum { STACK_BYTES = 16 * 1024 };
+
 typedef struct pf_run {
     pf_context context;
     char **scratch;  /* one per thread */
@@ -61,7 +64,7 @@ static void run_in(pf_run *run, char *workspace) {
         run->scratch[t] = pf_carve(&at, run->context.plan.thread_bytes);
     pf_fill_starts(&run->context);
     pf_parallel(num_threads, work, run);
-    if (run->context.plan.num_decode_items)
+    if (run->context.plan.num_decode_items && run->num_threads > 1) /* one thread leaves nothing to join */
         pf_decode_join(&run->context, run->scratch, run->num_threads);
 }
 
@@ -77,6 +80,11 @@ int pf_driver_attention(const pf_attention_call *call) {
         if (call->workspace_bytes < plan->workspace_bytes)
             return PF_STATUS_WORKSPACE_TOO_SMALL;
         run_in(&run, call->workspace);
+        return PF_STATUS_OK;
+    }
+    if (plan->workspace_bytes <= STACK_BYTES) {
+        char stack[STACK_BYTES];
+        run_in(&run, stack);
         return PF_STATUS_OK;
     }
     char *workspace = malloc((size_t)plan->workspace_bytes);

@@ -110,14 +110,16 @@ static void merge_rows(const void *owner, pf_state into, pf_state from) {
 }
 
 static pf_tree make_tree(const pf_item *item, char *states) {
-    const pf_context *context = item->context;
-    return (pf_tree){.sink_splits = item->sequence->sink_splits,
-                     .first = item->sequence->first_split,
-                     .end = item->sequence->end_split,
-                     .states = states,
-                     .shape = {all_rows(item), all_rows(item) * item->o_stride, context->elem_bytes},
-                     .merge = merge_rows,
-                     .owner = item};
+    pf_tree tree; /* its nodes, two kilobytes, are written before they are read */
+    tree.sink_splits = item->sequence->sink_splits;
+    tree.first = item->sequence->first_split;
+    tree.end = item->sequence->end_split;
+    tree.depth = 0;
+    tree.states = states;
+    tree.shape = (pf_state_shape){all_rows(item), all_rows(item) * item->o_stride, item->context->elem_bytes};
+    tree.merge = merge_rows;
+    tree.owner = item;
+    return tree;
 }
 
 static void load_queries(const pf_scratch *s, const pf_item *item) {

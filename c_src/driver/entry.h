@@ -11,6 +11,8 @@ enum pf_status {
 };
 
 int pf_driver_attention(const pf_attention_call *call);
+/* The call as it is to be made, if it fits what is known of it. */
+int pf_driver_attention_again(const pf_known_call *known, const pf_attention_call *call);
 int pf_driver_plan(const pf_attention_call *call, pf_plan *plan);
 int pf_driver_merge(const pf_merge_call *call);
 int pf_driver_append(const pf_append_call *call);

@@ -124,9 +124,13 @@ void pf_make_context(pf_context *context, const pf_attention_call *call) {
     const pf_survey found = survey(call, plan);
     context->tree_nodes = found.tree_nodes;
     /* A number that was asked for is kept; of the default, only what the work is worth. */
-    plan->num_threads = call->num_threads > 0
-                            ? pf_granted_threads(call->num_threads)
-                            : (int32_t)clamp(found.work / WORK_PER_THREAD, 1, pf_default_threads());
+    const int64_t worth = found.work / WORK_PER_THREAD;
+    if (call->num_threads > 0)
+        plan->num_threads = pf_granted_threads(call->num_threads);
+    else if (worth > 1)
+        plan->num_threads = (int32_t)clamp(worth, 1, pf_default_threads());
+    else
+        plan->num_threads = 1; /* asking for the processors would be a system call */
     plan->block_rows = plan->panel_rows * choose_panels(context, found.num_panels, found.longest_panels);
     context->decode_heads = choose_heads(context, found.units_of_head);
     plan->max_rows *= context->decode_heads;
