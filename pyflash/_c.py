@@ -155,30 +155,16 @@ def _place_reader(array: Array) -> Callable[[Array], Any]:
     return _first_element
 
 
-def _reach(array: Array) -> tuple[int, int]:
-    """Return the bytes that an array occupies, counted from its first element."""
-    lo, hi = 0, array.itemsize
-    for length, stride in zip(array.shape, array.strides, strict=True):
-        if stride < 0:
-            lo += stride * (length - 1)
-        else:
-            hi += stride * (length - 1)
-    return lo, hi
-
-
 def _repeat(args: AttentionArgs, call: Any, given: Arrays) -> Repeat | None:
     """Return what makes a call again that has no arrays of its caller but those in `given`."""
-    arrays = {"q": given.q, "k": given.k, "v": given.v, "out": given.out}
-    index = {name: x for name, x in zip(INDEX_NAMES, given.index_arrays, strict=False) if x is not None}
-    arrays |= index
-    # Empty arrays have no place, and a copy of an unaligned index array has strides of its own.
-    if not all(x.size for x in arrays.values()) or any(x is not getattr(args, n) for n, x in index.items()):
-        return None
-    known = ffi.new("pf_known_call *", {"call": call[0], **{name: _reach(x) for name, x in arrays.items()}})
-    known.total_q, known.total_kv = args.q.shape[1], args.k.shape[1]
-    known.longest, known.num_pages = args.k.shape[1], args.k.shape[0]
-    if args.block_table is not None:
-        known.longest *= args.block_table.shape[1]
+    if not (given.q.size and given.k.size and given.v.size):
+        return None  # empty arrays lie nowhere
+    for name, x in zip(INDEX_NAMES, given.index_arrays, strict=False):
+        # A copy of an unaligned array has strides of its own.
+        if x is not None and (x is not getattr(args, name) or not x.size):
+            return None
+    max_pages = 0 if args.block_table is None else args.block_table.shape[1]
+    known = ffi.new("pf_known_call *", (call[0], args.q.shape[0], args.k.shape[0], max_pages))
     # Made from numbers, not the caller's: read again by every such call.
     kept = (args.q_offset, args.k_scale, args.v_scale, args.spans)
     place_q, place_k, place_v, place_out = (_place_reader(x) for x in given[:4])

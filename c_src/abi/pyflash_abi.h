@@ -50,18 +50,12 @@ typedef struct pf_attention_call {
     int64_t workspace_bytes;
 } pf_attention_call;
 
-/* The bytes that an array occupies, counted from its first element. */
-typedef struct pf_reach {
-    int64_t lo, hi;
-} pf_reach;
-
-/* A call that was checked and made, and what its arrays have to fit when it is made again with others
- * of the same shapes, strides and types. */
+/* A call that was checked and made, and the lengths of axes that it does not say: with them it can be made
+ * again with other arrays of the same shapes, strides and types. */
 typedef struct pf_known_call {
-    pf_attention_call call;
-    pf_reach q, k, v, out, cu_seqlens_q, cu_seqlens_kv, seq_lens, block_table;
-    int64_t total_q, total_kv;  /* what the prefix sums end with */
-    int64_t longest, num_pages; /* most keys of a sequence, pages of the pool */
+    pf_attention_call call;    /* its places of q, k, v, out, lse and index arrays mean nothing */
+    int64_t batch_q, batch_kv; /* first axes of q and of k */
+    int64_t max_pages;         /* second axis of the block table, 0 without one */
 } pf_known_call;
 
 /* What a call would do. */
