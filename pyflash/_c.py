@@ -148,8 +148,7 @@ _BITS: dict[int, Any] = {1: np.uint8, 2: np.uint16}
 
 def _place_reader(array: Array) -> Callable[[Array], Any]:
     """Return what says where arrays of this shape, type and strides lie; none may be empty."""
-    flags = array.flags
-    if array.dtype.char in _BUFFER_TYPES and (flags.c_contiguous or flags.f_contiguous):
+    if array.dtype.char in _BUFFER_TYPES and array.flags.c_contiguous:
         reader: Callable[[Array], Any] = ffi.from_buffer
         return reader
     return _first_element
