@@ -90,10 +90,10 @@ test-amx: $(VENV)/.extra-dev ## run the tests of instruction set amx with its ti
 	$(call checked_build,-DPF_AMX_EMULATED)
 	$(checked_path) $(BIN)/pytest $(CHECKED) -k "amx and not memory_is_flat" $(ARGS)
 
-# The threads of OpenMP and of NumPy's BLAS are not instrumented: each of their barriers would look like a
-# race. So this is a serial build, called from many Python threads at once.
+# OpenMP is only asked for numbers and makes no threads; those of NumPy's BLAS and of torch are not instrumented:
+# each of their barriers would look like a race.
 tsan: $(VENV)/.extra-dev ## run the tests about threads with ThreadSanitizer (gcc)
-	PYFLASH_NO_OPENMP=1 $(call checked_build,-fsanitize=thread)
+	$(call checked_build,-fsanitize=thread)
 	$(sanitizer_runtime) TSAN_OPTIONS=ignore_noninstrumented_modules=1 OPENBLAS_NUM_THREADS=1 $(checked_path) \
 		$(BIN)/pytest $(CHECKED) tests/test_concurrency.py $(ARGS)
 

@@ -189,8 +189,15 @@ class BuildExtension(build_ext):
         target = prepare(self.compiler)
         openmp_compile, openmp_link = openmp_flags(self.compiler)
         extension = self.extensions[0]
-        extension.extra_compile_args = [*COMMON_FLAGS, *BASELINE_FLAGS.get(target, []), *openmp_compile]
-        extension.extra_link_args = [*openmp_link, "-lm"]
+        extension.extra_compile_args = [
+            *COMMON_FLAGS,
+            *BASELINE_FLAGS.get(target, []),
+            *openmp_compile,
+            "-pthread",
+        ]
+        # Helper threads sleep in this library: it must not be unloaded under them.
+        stay = ["-Wl,-z,nodelete"] if sys.platform == "linux" else []
+        extension.extra_link_args = [*openmp_link, "-pthread", *stay, "-lm"]
         commands = [*self.compiler.compiler_so, *self.compiler.linker_so, *openmp_compile, *openmp_link]
         extension.depends = [
             *dependencies(".", suffixes=(".c", ".h", ".def")),  # the kernels too: they are linked in

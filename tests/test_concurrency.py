@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import os
 import subprocess
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from calls import DTYPE_NAMES, assert_same_bits, dense, numpy_dtype, paged, run
+from calls import DTYPE_NAMES, assert_same_bits, dense, explain, numpy_dtype, paged, run
 from oracle import assert_matches
 
 import pyflash
@@ -84,7 +85,9 @@ def test_first_calls_of_16_threads_at_once(any_isa):
     assert fresh(FIRST_CALLS, any_isa) == "done\n"
 
 
-def test_many_threads_call_at_the_same_time(backend):
+@pytest.mark.parametrize("callers", [4, 20])
+def test_many_threads_call_at_the_same_time(backend, callers):
+    """More callers than there are regions, too: the others compute alone."""
     calls = mixed_calls()
     want = [run(call, backend) for call in calls]
     if backend.has_threads:
@@ -99,12 +102,150 @@ def test_many_threads_call_at_the_same_time(backend):
         except BaseException as error:
             failures.append(error)
 
-    threads = [threading.Thread(target=work, args=(4 * i,)) for i in range(4)]
+    threads = [threading.Thread(target=work, args=(4 * i,)) for i in range(callers)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert not failures, failures[0]
+
+
+def held(inside: set[int], release: threading.Event) -> object:
+    """A mask that shows everything and holds each thread that asks it until the event."""
+
+    @ctypes.CFUNCTYPE(ctypes.c_int32, *[ctypes.c_int64] * 4)
+    def mask_mod(batch, head, query, key):
+        inside.add(threading.get_ident())
+        release.wait()
+        return 1
+
+    return mask_mod
+
+
+def needs_threads(call, backend, num_threads: int) -> int:
+    """The threads that a call gets; a serial build has nothing to show here."""
+    granted = explain(call, backend, num_threads=num_threads).num_threads
+    if granted == 1:
+        pytest.skip("a serial build")
+    return granted
+
+
+@pytest.mark.parametrize("family", ["prefill", "decode"])
+def test_helpers_that_have_not_begun_are_not_waited_for(c_backend, family):
+    """While all helpers are held inside one call, another is finished by its own thread."""
+    holding = dense(12, batch=40, seqlen_q=2, seqlen_kv=2, num_heads=1, head_dim=8)
+    call = dense(13, batch=2, seqlen_q=30, seqlen_kv=1500, num_heads=4, num_kv_heads=2, head_dim=8)
+    want = run(call, c_backend, num_threads=1, family=family)
+    inside: set[int] = set()
+    release = threading.Event()
+    granted = needs_threads(holding, c_backend, 16)
+    options = {"num_threads": 16, "mask_mod": held(inside, release), **c_backend.kwargs}
+    holder = threading.Thread(target=pyflash.flash_attention, args=holding.arrays.values(), kwargs=options)
+    got: list = []
+    caller = threading.Thread(
+        target=lambda: got.append(run(call, c_backend, num_threads=granted, family=family))
+    )
+    holder.start()
+    try:
+        while len(inside) < granted and holder.is_alive():
+            holder.join(timeout=0.001)
+        assert len(inside) == granted
+        caller.start()
+        caller.join(timeout=60)
+        assert got, "the call waits for helpers that are inside another one"
+    finally:
+        release.set()
+        holder.join()
+    caller.join()
+    assert_same_bits(got[0], want)
+
+
+def test_a_call_inside_a_call(c_backend):
+    """A task may open a region of its own, on a helper as well."""
+    outer = dense(14, batch=6, seqlen_q=1, seqlen_kv=2, num_heads=2, head_dim=8)
+    inner = dense(15, batch=4, seqlen_q=20, seqlen_kv=40, num_heads=2, head_dim=8)
+    needs_threads(outer, c_backend, 4)
+    want = run(inner, c_backend, num_threads=1)
+    results = []
+
+    @ctypes.CFUNCTYPE(ctypes.c_int32, *[ctypes.c_int64] * 4)
+    def mask_mod(batch, head, query, key):
+        results.append(run(inner, c_backend, num_threads=4))
+        return 1
+
+    run(outer, c_backend, num_threads=4, mask_mod=mask_mod)
+    assert len(results) >= 6 * 2 * 2
+    for got in results:
+        assert_same_bits(got, want)
+
+
+THREADS_AFTER_FORK = """
+import os
+import test_concurrency as suite, pyflash
+from pyflash import _c
+
+call = suite.dense(16, batch=4, seqlen_q=150, seqlen_kv=150, num_heads=4)
+
+def attention():
+    return pyflash.flash_attention(*call.arrays.values(), num_threads=4, **kwargs)
+
+before = attention()
+child = os.fork()
+if child == 0:
+    _c._forked = False
+    suite.assert_same_bits(attention(), before)
+    print(len(os.listdir("/proc/self/task")), flush=True)
+    os._exit(0)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+suite.assert_same_bits(attention(), before)
+"""
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="needs /proc/self/task")
+def test_the_pool_starts_again_after_a_fork(c_backend):
+    """Calls of a child are serial by choice; were they not, they would find helpers of their own."""
+    needs_threads(mixed_calls()[4], c_backend, 4)
+    assert int(fresh(THREADS_AFTER_FORK, c_backend)) >= 4
+
+
+BOUND = """
+import os
+import test_concurrency as suite, pyflash
+
+call = suite.dense(17, batch=4, seqlen_q=150, seqlen_kv=150, num_heads=4)
+allowed = set()
+for _ in range(10000):  # a helper binds itself when it first runs, which a short call does not wait for
+    pyflash.flash_attention(*call.arrays.values(), num_threads=2, **kwargs)
+    allowed = {tuple(os.sched_getaffinity(int(task))) for task in os.listdir("/proc/self/task")}
+    if len(allowed) > 1:
+        break
+assert all(len(cpus) == 1 for cpus in allowed), allowed
+print(len(allowed))
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="threads can't be bound here")
+def test_bound_threads_are_on_different_cpus(c_backend):
+    """OMP_PROC_BIND has bound the first thread before a helper is made, which would inherit that."""
+    needs_threads(mixed_calls()[4], c_backend, 2)
+    cpus = len(os.sched_getaffinity(0))
+    environment = {"OMP_PROC_BIND": "true", "OMP_PLACES": "threads", "OPENBLAS_NUM_THREADS": "1"}
+    assert int(fresh(BOUND, c_backend, **environment)) == min(2, cpus)
+
+
+WORK_FOR_ALL = {
+    "decode, one head": dict(seqlen_q=1, seqlen_kv=32768, num_heads=1),
+    "decode, a group": dict(seqlen_q=1, seqlen_kv=32768, num_heads=8, num_kv_heads=1),
+    "prefill, one head": dict(seqlen_q=2048, seqlen_kv=2048, num_heads=1),
+}
+
+
+@pytest.mark.parametrize("name", WORK_FOR_ALL)
+def test_fewer_heads_than_threads_still_use_all(c_backend, name):
+    call = dense(18, batch=1, head_dim=16, **WORK_FOR_ALL[name])
+    needs_threads(call, c_backend, 2)
+    told = explain(call, c_backend, num_threads=16)
+    assert told.num_threads == 16 and told.num_items >= 16
 
 
 AFTER_FORK = """

@@ -167,11 +167,15 @@ ONLY_IN = {
         "simd/"
     ],
     r"\b(malloc|calloc|realloc|free|aligned_alloc|posix_memalign)\s*\(": ["driver/"],
-    r"\bomp\.h\b|#\s*pragma\s+omp\b|\bomp_\w+": ["driver/parallel.h"],
+    r"\bomp\.h\b|#\s*pragma\s+omp\b|\bomp_\w+": ["driver/parallel.c"],
+    r"\bpthread\w*|\bsched_\w+": ["driver/parallel.c"],
     r"\b(float|double)\b": ["abi/", "dispatch/", "driver/", "kernels/", "simd/"],
     r"\b(printf|fprintf|puts|abort|exit|getenv|assert)\s*\(": [],
-    # cffi releases the GIL, so there is no state but the caller's.
-    r"^static\s+(?!inline\b|const\b)[^()]*[=;]": ["simd/amx_emulated.h"],  # registers, in tests
+    # cffi releases the GIL, so there is no state but the caller's and the pool of threads.
+    r"^static\s+(?!inline\b|const\b)[^()]*[=;]": [
+        "driver/parallel.c",
+        "simd/amx_emulated.h",  # registers, in tests
+    ],
 }
 
 

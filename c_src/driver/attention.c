@@ -12,8 +12,8 @@ enum { STACK_BYTES = 16 * 1024 };
 
 typedef struct pf_run {
     pf_context context;
-    char **scratch;  /* one per thread */
-    int num_threads; /* that really ran, which may be fewer than were asked for */
+    char **scratch;   /* one per thread */
+    int64_t next_run; /* of decode units */
 } pf_run;
 
 void pf_start_context(pf_context *context, const pf_attention_call *call) {
@@ -42,13 +42,15 @@ int pf_driver_plan(const pf_attention_call *call, pf_plan *plan) {
     return PF_STATUS_OK;
 }
 
-static void work(void *run_, int thread, int num_threads) {
+/* A run of decode units belongs to no thread, but to a scratch, where it leaves states behind: one
+ * thread may do several if others have not come yet. */
+static void work(void *run_, int thread) {
     pf_run *run = run_;
     pf_context *context = &run->context;
-    if (thread == 0)
-        run->num_threads = num_threads;
-    if (context->plan.num_decode_items)
-        pf_decode_run(context, run->scratch[thread], thread, num_threads);
+    const int64_t num_runs = context->plan.num_decode_items ? context->plan.num_threads : 0;
+    int64_t number;
+    while ((number = pf_take_next(&run->next_run)) < num_runs)
+        pf_decode_run(context, run->scratch[number], number, num_runs);
     if (context->plan.num_prefill_items)
         pf_prefill_run(context, run->scratch[thread] + context->decode_scratch_bytes);
 }
@@ -62,10 +64,11 @@ static void run_in(pf_run *run, char *workspace) {
     run->scratch = pf_carve(&at, num_threads * (int64_t)sizeof(char *));
     for (int32_t t = 0; t < num_threads; t++)
         run->scratch[t] = pf_carve(&at, run->context.plan.thread_bytes);
+    run->next_run = 0;
     pf_fill_starts(&run->context);
     pf_parallel(num_threads, work, run);
-    if (run->context.plan.num_decode_items && run->num_threads > 1) /* one thread leaves nothing to join */
-        pf_decode_join(&run->context, run->scratch, run->num_threads);
+    if (run->context.plan.num_decode_items && num_threads > 1) /* one run leaves nothing to join */
+        pf_decode_join(&run->context, run->scratch, num_threads);
 }
 
 int pf_driver_attention(const pf_attention_call *call) {

@@ -1,12 +1,12 @@
 /* The decode family: an item is up to PF_DECODE_MAX_ROWS query rows of one key/value head, or as many in all
- * of several heads whose keys lie side by side; a unit is one split of its keys. Each thread takes one
- * contiguous run of all units, so that it reads the cache as a few long streams; who takes what does not
- * matter to the result, which follows the tree. */
+ * of several heads whose keys lie side by side; a unit is one split of its keys. Threads take contiguous runs
+ * of units, as many as there are threads, so that each reads the cache as a few long streams; who takes what
+ * does not matter to the result, which follows the tree. */
 #include "driver.h"
 
 #include <math.h>
 
-/* An item that a thread shares with its neighbours: the nodes it could not merge further. */
+/* An item that a run shares with its neighbours: the nodes it could not merge further. */
 typedef struct pf_partial {
     int64_t item;    /* -1: none */
     int32_t is_last; /* holds the last split of the item */
@@ -28,7 +28,7 @@ typedef struct pf_scratch {
     char *states[3]; /* for whole items, the first partial item, the last partial item */
     pf_retry_scratch retry;
     void *alpha;         /* [rows] */
-    pf_partial *partial; /* first and last partial item of this thread */
+    pf_partial *partial; /* first and last partial item of this run */
     int64_t q_stride, o_stride, scores_stride;
 } pf_scratch;
 
@@ -349,12 +349,12 @@ static pf_item get_item(const pf_context *context, const pf_scratch *s, const pf
     return item;
 }
 
-void pf_decode_run(pf_context *context, char *base, int thread, int num_threads) {
+void pf_decode_run(pf_context *context, char *base, int64_t run, int64_t num_runs) {
     const pf_attention_call *call = context->call;
     const int64_t units = context->plan.num_decode_items;
-    const int64_t share = units / num_threads, rest = units % num_threads;
-    int64_t unit = thread * share + pf_min(thread, rest);
-    const int64_t end = unit + share + (thread < rest);
+    const int64_t share = units / num_runs, rest = units % num_runs;
+    int64_t unit = run * share + pf_min(run, rest);
+    const int64_t end = unit + share + (run < rest);
     pf_scratch s;
     carve(context, base, &s);
     s.partial[0].item = s.partial[1].item = -1;
@@ -382,14 +382,14 @@ void pf_decode_run(pf_context *context, char *base, int thread, int num_threads)
     }
 }
 
-void pf_decode_join(pf_context *context, char *const scratch[], int num_threads) {
+void pf_decode_join(pf_context *context, char *const scratch[], int64_t num_runs) {
     pf_scratch own, other;
     carve(context, scratch[0], &own);
     pf_sequence sequence = {.index = -1};
     pf_item item = {.id = -1};
     pf_tree tree = {.depth = 0};
-    for (int thread = 0; thread < num_threads; thread++) {
-        carve(context, scratch[thread], &other);
+    for (int64_t run = 0; run < num_runs; run++) {
+        carve(context, scratch[run], &other);
         for (int which = 0; which < 2; which++) {
             const pf_partial *partial = &other.partial[which];
             if (partial->item < 0)

@@ -138,13 +138,13 @@ void pf_start_retry(const pf_sequence *sequence, int64_t first, int64_t end, int
 double pf_retry_factor(const pf_context *context, const pf_sequence *sequence, int64_t kv_head, int64_t row,
                        const void *o, double l, double value_factor, pf_retry_scratch *scratch);
 
-/* prefill.c and decode.c: scratch memory of one thread, and the work. */
+/* prefill.c and decode.c: scratch memory of one thread or run of units, and the work. */
 int64_t pf_prefill_scratch_bytes(const pf_context *context);
 void pf_prefill_run(pf_context *context, char *scratch);
 int64_t pf_decode_scratch_bytes(const pf_context *context);
-void pf_decode_run(pf_context *context, char *scratch, int thread, int num_threads);
-/* After all threads: items whose splits were shared between threads. */
-void pf_decode_join(pf_context *context, char *const scratch[], int num_threads);
+void pf_decode_run(pf_context *context, char *scratch, int64_t run, int64_t num_runs);
+/* After all runs: items whose splits were shared between runs. */
+void pf_decode_join(pf_context *context, char *const scratch[], int64_t num_runs);
 
 /* Element r of an array of the compute type. */
 static inline double pf_real_at(const pf_context *context, const void *array, int64_t r) {

@@ -165,14 +165,13 @@ static void take_tile(const pf_context *context, const pf_stats_call *stats, con
     }
 }
 
-static void work(void *run_, int thread, int num_threads) {
+static void work(void *run_, int thread) {
     pf_stats_run_of *run = run_;
     const pf_context *context = &run->context;
     const pf_attention_call *call = context->call;
     const int64_t tile = context->plan.tile_prefill;
     pf_stats_scratch scratch;
     int64_t item;
-    (void)num_threads;
     carve(context, run->memory + thread * run->bytes_per_thread, &scratch);
     while ((item = pf_take_next(&run->next_item)) < call->batch * call->num_kv_heads) {
         const pf_sequence sequence = pf_get_sequence(call, item / call->num_kv_heads);
