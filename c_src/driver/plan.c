@@ -8,7 +8,8 @@
 enum { BLOCK_BYTES = 512 * 1024, MAX_PANELS = 16, ITEMS_PER_THREAD = 4 };
 
 /* Multiply-adds that are worth a thread: some 20 microseconds. A helper that still looks for work comes
- * within half a microsecond; one that sleeps costs its caller some 10 to be woken, and may be no help. */
+ * within half a microsecond; one that sleeps costs its caller some 10 to be woken, and may be no help.
+ * Reading a key or value from memory counts as a few multiply-adds. */
 enum { WORK_PER_THREAD = 1 << 20, WORK_PER_ELEMENT = 4 };
 
 static int64_t clamp(int64_t x, int64_t lo, int64_t hi) {
