@@ -84,6 +84,8 @@ def random_array(draw, shape, dtype):
         return np.ma.masked_array(array, array > 0)
     elif form == 6 and dtype == F4:
         return array.astype(array.dtype.newbyteorder())
+    elif form == 8:
+        return np.asfortranarray(array)
     elif form == 7:
         return array.view(np.memmap) if draw.randrange(2) else array.tolist()
     return array
@@ -352,7 +354,8 @@ def test_arrays_of_any_strides_are_found_again(c_backend, hits, layout, dtype):
     want = pyflash.flash_attention(*arrays, layout=layout, **c_backend.kwargs)
     swapped = [np.swapaxes(np.swapaxes(x, 1, 2).copy(), 1, 2) for x in arrays]
     mixed = [x[::-1].copy()[::-1] for x in arrays]
-    for given in (arrays, swapped, mixed):
+    fortran = [np.asfortranarray(x) for x in arrays]
+    for given in (arrays, swapped, mixed, fortran):
         for _ in range(2):
             got = pyflash.flash_attention(*given, layout=layout, **c_backend.kwargs)
             assert got.tobytes() == want.tobytes()
