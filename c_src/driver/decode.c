@@ -71,7 +71,7 @@ static int64_t carve(const pf_context *context, char *base, pf_scratch *s) {
     char *at = base;
     s->q_stride = padded(context, call->head_dim);
     s->o_stride = padded(context, call->head_dim_v);
-    s->scores_stride = padded(context, tile);
+    s->scores_stride = padded(context, tile + 3); /* scores come in fours */
     const pf_state_shape shape = {rows, rows * s->o_stride, e};
     const int64_t states = context->tree_nodes * pf_state_bytes(&shape);
     const int64_t num_scales = call->k_scale.data || call->v_scale.data ? tile : 0;
@@ -92,7 +92,7 @@ static int64_t carve(const pf_context *context, char *base, pf_scratch *s) {
         s->states[i] = pf_carve(&at, states);
     pf_carve_terms(context, &at, rows, s->scores_stride, &s->terms);
     pf_carve_retry(context, &at, &s->retry);
-    s->alpha = pf_carve(&at, rows * e);
+    s->alpha = pf_carve(&at, padded(context, rows) * e);
     s->partial = pf_carve(&at, 2 * (int64_t)sizeof(pf_partial));
     return at - base;
 }
@@ -245,6 +245,8 @@ static void run_side(const pf_scratch *s, const pf_item *item, pf_state state, p
     const pf_span part = pf_clip(pf_side(&item->sequence->mask, side), split.lo, split.hi);
     const pf_span any = pf_clip(pf_rows_any(item->sequence, item->first, end_row, side), part.lo, part.hi);
     const pf_span all = pf_rows_all(item->sequence, item->first, end_row, side);
+    /* Rows behind the split are worth fetching: they are mostly the same thread's next. */
+    const int64_t end = pf_rows_any(item->sequence, item->first, end_row, side).hi;
     if (any.lo == any.hi)
         return;
     for (int64_t lo = split.lo + (any.lo - split.lo) / tile * tile; lo < any.hi; lo += tile) {
@@ -263,7 +265,7 @@ static void run_side(const pf_scratch *s, const pf_item *item, pf_state state, p
             block->hi = s->hi;
         }
         for (int32_t head = 0; head < item->num_heads; head++)
-            run_head(s, item, state, present, lo, any.hi, head, block);
+            run_head(s, item, state, present, lo, end, head, block);
     }
 }
 

@@ -8,83 +8,89 @@ PF_INLINE void V(prefetch_row)(const void *row, int64_t num_bytes) {
         __builtin_prefetch((const char *)row + b, 0, 3);
 }
 
-/* Scores of num_keys keys and num_rows rows, eight sums at a time. Each score is one chain of fused
- * operations per lane, then the lanes in a fixed order. */
+/* Sums that stay in registers beside what is loaded. */
+enum { V(NUM_SUMS) = V(MICRO_ROWS) * V(PANEL_VECTORS) > 12 ? 16 : 8 };
+
+/* Products of num_keys keys and num_rows rows. Each is one chain of fused operations per lane, then the
+ * lanes in a fixed order. */
 PF_INLINE void V(dot_rows)(const int num_keys, const int num_rows, const int32_t dtype,
-                           const pf_decode_block *block, int64_t key, int64_t row) {
-    const V(elem) *q = (const V(elem) *)block->q + row * block->q_stride;
-    const void *const *k_rows = block->k_rows + key;
-    V(vec) sums[4][4];
+                           const void *const *k_rows, const V(elem) * q, int64_t q_stride, int64_t head_dim,
+                           V(vec) sums[][4]) {
     PF_UNROLL
     for (int k = 0; k < num_keys; k++) {
         PF_UNROLL
         for (int r = 0; r < num_rows; r++)
             sums[k][r] = V(zero)();
     }
-    const int64_t whole = block->head_dim - block->head_dim % V(LANES);
+    const void *rows[4];
+    PF_UNROLL
+    for (int k = 0; k < num_keys; k++)
+        rows[k] = k_rows[k];
+    const int64_t whole = head_dim - head_dim % V(LANES);
     for (int64_t d = 0; d < whole; d += V(LANES)) {
         V(vec) keys[4];
         PF_UNROLL
         for (int k = 0; k < num_keys; k++)
-            keys[k] = V(load_as)(k_rows[k], d, dtype);
+            keys[k] = V(load_as)(rows[k], d, dtype);
         PF_UNROLL
         for (int r = 0; r < num_rows; r++) {
-            const V(vec) x = V(load)(q + r * block->q_stride + d);
+            const V(vec) x = V(load)(q + r * q_stride + d);
             PF_UNROLL
             for (int k = 0; k < num_keys; k++)
                 sums[k][r] = V(fma)(keys[k], x, sums[k][r]);
         }
     }
-    if (whole < block->head_dim) {
+    if (whole < head_dim) {
         PF_UNROLL
         for (int k = 0; k < num_keys; k++) {
-            const V(vec) x = V(load_partial)(k_rows[k], whole, block->head_dim - whole, dtype);
+            const V(vec) x = V(load_partial)(rows[k], whole, head_dim - whole, dtype);
             PF_UNROLL
             for (int r = 0; r < num_rows; r++)
-                sums[k][r] = V(fma)(x, V(load)(q + r * block->q_stride + whole), sums[k][r]);
-        }
-    }
-    V(elem) *scores = (V(elem) *)block->scores + row * block->scores_stride + block->key_lo + key;
-    if (num_rows == 4) {
-        PF_UNROLL
-        for (int k = 0; k < num_keys; k++)
-            V(reduce_add4)(scores + k, block->scores_stride, sums[k][0], sums[k][1], sums[k][2], sums[k][3]);
-    } else if (num_keys == 4) {
-        PF_UNROLL
-        for (int r = 0; r < num_rows; r++)
-            V(reduce_add4)(scores + r * block->scores_stride, 1, sums[0][r], sums[1][r], sums[2][r],
-                           sums[3][r]);
-    } else {
-        PF_UNROLL
-        for (int r = 0; r < num_rows; r++) {
-            V(elem) one[4]; /* the same order of lanes as above, for the keys that are left */
-            V(reduce_add4)(one, 1, sums[0][r], sums[0][r], sums[0][r], sums[0][r]);
-            scores[r * block->scores_stride] = one[0];
+                sums[k][r] = V(fma)(x, V(load)(q + r * q_stride + whole), sums[k][r]);
         }
     }
 }
 
+/* Scores of four keys: all sums at once, or two keys at a time where registers are few. */
+PF_INLINE void V(score_four)(const int num_rows, const int32_t dtype, const void *const *k_rows,
+                             const V(elem) * q, int64_t q_stride, int64_t head_dim, V(elem) * scores,
+                             int64_t scores_stride) {
+    V(vec) sums[4][4], pairs[4];
+    const int at_once = 4 * num_rows <= V(NUM_SUMS) ? 4 : 2;
+    V(dot_rows)(at_once, num_rows, dtype, k_rows, q, q_stride, head_dim, sums);
+    PF_UNROLL
+    for (int r = 0; r < num_rows; r++)
+        pairs[r] = V(add_pairs)(sums[0][r], sums[1][r]);
+    if (at_once == 2)
+        V(dot_rows)(2, num_rows, dtype, k_rows + 2, q, q_stride, head_dim, &sums[2]);
+    PF_UNROLL
+    for (int r = 0; r < num_rows; r++)
+        V(reduce_pairs)(scores + r * scores_stride, pairs[r], V(add_pairs)(sums[2][r], sums[3][r]));
+}
+
+/* Scores of all keys, in steps of four: behind the last key they become rubbish. */
 PF_INLINE void V(score_block)(const int num_rows, const int32_t dtype, const pf_decode_block *block,
                               int64_t row) {
-    const int num_keys = block->key_hi - block->key_lo;
-    const int step = num_rows == 4 ? 2 : 4;
-    const int64_t row_bytes = pf_row_bytes(dtype, block->head_dim),
+    const V(elem) *q = (const V(elem) *)block->q + row * block->q_stride;
+    V(elem) *scores = (V(elem) *)block->scores + row * block->scores_stride + block->key_lo;
+    const int64_t q_stride = block->q_stride, stride = block->scores_stride, head_dim = block->head_dim;
+    const int num_keys = block->key_hi - block->key_lo, num_fetched = num_keys + block->num_ahead;
+    const int64_t row_bytes = pf_row_bytes(dtype, head_dim),
                   value_bytes = pf_row_bytes(dtype, block->head_dim_v);
-    int key = 0;
-    for (; key + step <= num_keys; key += step) {
-        if (row == 0) {
-            PF_UNROLL
-            for (int k = 0; k < step; k++)
-                if (key + k + PF_ROWS_AHEAD < num_keys + block->num_ahead)
-                    V(prefetch_row)(block->k_rows[key + k + PF_ROWS_AHEAD], row_bytes);
-            PF_UNROLL
-            for (int k = 0; k < step; k++)
-                V(prefetch_row)(block->v_rows[key + k], value_bytes);
+    const void *const *k_rows = block->k_rows, *const *v_rows = block->v_rows;
+    for (int key = 0; key < num_keys; key += 4) {
+        const void *rows[4];
+        PF_UNROLL
+        for (int k = 0; k < 4; k++) {
+            const int present = key + k < num_keys ? key + k : num_keys - 1;
+            rows[k] = k_rows[present];
+            if (row == 0 && key + k + PF_ROWS_AHEAD < num_fetched)
+                V(prefetch_row)(k_rows[key + k + PF_ROWS_AHEAD], row_bytes);
+            if (row == 0)
+                V(prefetch_row)(v_rows[present], value_bytes);
         }
-        V(dot_rows)(step, num_rows, dtype, block, key, row);
+        V(score_four)(num_rows, dtype, rows, q, q_stride, head_dim, scores + key, stride);
     }
-    for (; key < num_keys; key++)
-        V(dot_rows)(1, num_rows, dtype, block, key, row);
 }
 
 static void V(multiply)(V(elem) * x, const V(elem) * factors, int64_t n) {
@@ -92,13 +98,29 @@ static void V(multiply)(V(elem) * x, const V(elem) * factors, int64_t n) {
         x[i] *= factors[i];
 }
 
+/* Some scores of one row become weights; adds them, vector by vector, to its sum. */
+PF_INLINE V(vec)
+    V(weigh_scores)(const int num_vectors, V(elem) * s, V(elem) highest, V(weights) weights, V(vec) sum) {
+    V(vec) p[4];
+    PF_UNROLL
+    for (int i = 0; i < num_vectors; i++)
+        p[i] = V(sub)(V(load)(s + i * V(LANES)), V(set1)(highest));
+    V(weigh)(num_vectors, p, weights);
+    PF_UNROLL
+    for (int i = 0; i < num_vectors; i++) {
+        V(store)(s + i * V(LANES), p[i]);
+        sum = V(add)(sum, p[i]);
+    }
+    return sum;
+}
+
 /* Weights of the block's scores, in place, and the step of the running maximum and sum. */
 static void V(decode_weights)(const pf_decode_block *block) {
     const V(weights) weights = V(weights_of)(block->scale_log2);
     const int64_t end = pf_round_up(block->key_hi, V(LANES));
+    V(elem) *scores = block->scores, *m = block->m, *l = block->l, *alpha = block->alpha;
     for (int32_t r = 0; r < block->num_rows; r++) {
-        V(elem) *s = (V(elem) *)block->scores + r * block->scores_stride;
-        V(elem) *m = (V(elem) *)block->m + r, *l = (V(elem) *)block->l + r;
+        V(elem) *s = scores + r * block->scores_stride;
         if (block->k_scale)
             V(multiply)(s + block->key_lo, block->k_scale, block->key_hi - block->key_lo);
         if (block->terms)
@@ -110,29 +132,33 @@ static void V(decode_weights)(const pf_decode_block *block) {
             s[j] = -(V(elem))__builtin_inff();
         for (int64_t j = pf_max(hi, 0); j < end; j++)
             s[j] = -(V(elem))__builtin_inff();
-        V(vec) top = V(set1)(*m);
+        V(vec) top = V(set1)(m[r]);
         for (int64_t j = 0; j < end; j += V(LANES))
             top = V(max)(top, V(load)(s + j));
         const V(elem) highest = V(reduce_max)(top);
-        V(elem) alpha = 1;
-        if (!(highest == *m)) /* otherwise the factor is exactly 1 */
-            alpha = V(weight1)(*m - highest, weights);
-        ((V(elem) *)block->alpha)[r] = alpha;
-        *m = highest;
+        alpha[r] = m[r] - highest;
+        m[r] = highest;
+    }
+    for (int32_t r = 0; r < block->num_rows; r += V(LANES)) /* exactly 1 where the maximum stays */
+        V(store)(alpha + r, V(weight)(V(load)(alpha + r), weights));
+    for (int32_t r = 0; r < block->num_rows; r++) {
+        V(elem) *s = scores + r * block->scores_stride;
         V(vec) sum = V(zero)();
-        for (int64_t j = 0; j < end; j += V(LANES)) {
-            const V(vec) p = V(weight)(V(sub)(V(load)(s + j), V(set1)(highest)), weights);
-            V(store)(s + j, p);
-            sum = V(add)(sum, p);
+        for (int64_t j = 0; j < end; j += 4 * V(LANES)) {
+            if (j + 4 * V(LANES) <= end)
+                sum = V(weigh_scores)(4, s + j, m[r], weights, sum);
+            else
+                for (int64_t i = j; i < end; i += V(LANES))
+                    sum = V(weigh_scores)(1, s + i, m[r], weights, sum);
         }
-        *l = *l * alpha + V(reduce_add)(sum);
+        l[r] = l[r] * alpha[r] + V(reduce_add)(sum);
         if (block->v_scale)
             V(multiply)(s + block->key_lo, block->v_scale, block->key_hi - block->key_lo);
     }
 }
 
 /* Vectors of columns whose sums, for four rows, stay in registers. */
-enum { V(VALUE_VECTORS) = V(MICRO_ROWS) * V(PANEL_VECTORS) > 12 ? 4 : 2 };
+enum { V(VALUE_VECTORS) = V(NUM_SUMS) / 4 };
 
 /* The block's weighted values in some columns, summed from zero and then joined to the outputs, so that no
  * sum is a chain over all keys. The rows of values have been fetched while the scores were computed. */

@@ -64,7 +64,7 @@ static void V(transpose_square)(void *out, const void *x) {
 
 static void V(reduce)(void *sums, void *maximum, const void *x_) {
     const V(elem) *x = x_;
-    V(reduce_add4)(sums, 1, V(load)(x), V(load)(x + V(LANES)), V(load)(x + 2 * V(LANES)),
-                   V(load)(x + 3 * V(LANES)));
+    V(reduce_pairs)(sums, V(add_pairs)(V(load)(x), V(load)(x + V(LANES))),
+                    V(add_pairs)(V(load)(x + 2 * V(LANES)), V(load)(x + 3 * V(LANES))));
     *(V(elem) *)maximum = V(reduce_max)(V(load)(x));
 }

@@ -74,15 +74,15 @@ static inline f32_vec f32_load_bf16(const void *p) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
 }
 static inline f32_vec f32_load_f8e5m2(const void *p) { /* the upper half of a float16 */
-    const __m128i codes = _mm_cvtepu8_epi16(_mm_loadl_epi64((const __m128i *)p));
-    return _mm256_cvtph_ps(_mm_slli_epi16(codes, 8));
+    return _mm256_cvtph_ps(_mm_unpacklo_epi8(_mm_setzero_si128(), _mm_loadl_epi64((const __m128i *)p)));
 }
-static inline f32_vec f32_load_f8e4m3(const void *p) { /* a float16 but for bias and Inf */
-    const __m128i codes = _mm_cvtepu8_epi16(_mm_loadl_epi64((const __m128i *)p));
-    const __m128i sign = _mm_and_si128(_mm_slli_epi16(codes, 8), _mm_set1_epi16((short)0x8000));
-    const __m128i rest = _mm_and_si128(_mm_slli_epi16(codes, 7), _mm_set1_epi16(0x3f80));
-    const __m256 x = _mm256_mul_ps(_mm256_cvtph_ps(_mm_or_si128(sign, rest)), _mm256_set1_ps(256.0f));
-    return _mm256_or_ps(x, _mm256_cmp_ps(f32_abs(x), _mm256_set1_ps(480.0f), _CMP_EQ_OQ));
+/* A float16 but for bias and Inf. The sign is extended over the two upper bits, of which the second
+ * becomes the carry out of the largest code, which stands for NaN. */
+static inline f32_vec f32_load_f8e4m3(const void *p) {
+    const __m128i codes = _mm_cvtepi8_epi16(_mm_loadl_epi64((const __m128i *)p));
+    const __m128i x = _mm_and_si128(_mm_slli_epi16(codes, 7), _mm_set1_epi16((short)0xbf80));
+    const __m128i carry = _mm_and_si128(_mm_add_epi16(x, _mm_set1_epi16(0x0080)), _mm_set1_epi16(0x4000));
+    return _mm256_mul_ps(_mm256_cvtph_ps(_mm_or_si128(x, carry)), _mm256_set1_ps(256.0f));
 }
 static inline f32_vec f32_load_i8(const void *p) {
     return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p)));
@@ -90,10 +90,9 @@ static inline f32_vec f32_load_i8(const void *p) {
 static inline f32_vec f32_load_i4(const void *p) {
     int bytes;
     __builtin_memcpy(&bytes, p, sizeof bytes);
-    const __m128i x = _mm_cvtsi32_si128(bytes), low = _mm_set1_epi8(15), eight = _mm_set1_epi8(8);
-    const __m128i even = _mm_and_si128(x, low), odd = _mm_and_si128(_mm_srli_epi16(x, 4), low);
-    const __m128i both = _mm_xor_si128(_mm_unpacklo_epi8(even, odd), eight);
-    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_sub_epi8(both, eight)));
+    const __m256i left = _mm256_setr_epi32(28, 24, 20, 16, 12, 8, 4, 0); /* each nibble to the top */
+    const __m256i top = _mm256_sllv_epi32(_mm256_set1_epi32(bytes), left);
+    return _mm256_cvtepi32_ps(_mm256_srai_epi32(top, 28));
 }
 static inline void f32_store_bf16(void *p, f32_vec v) {
     const __m256i bits = _mm256_castps_si256(v);
@@ -117,18 +116,12 @@ static inline float f32_reduce_max(f32_vec v) {
     s = _mm_max_ps(s, _mm_movehl_ps(s, s));
     return _mm_cvtss_f32(_mm_max_ss(s, _mm_movehdup_ps(s)));
 }
-static inline void f32_reduce_add4(float *out, int64_t stride, f32_vec a, f32_vec b, f32_vec c, f32_vec d) {
-    const __m256 ab = _mm256_hadd_ps(a, b), cd = _mm256_hadd_ps(c, d);
-    const __m256 sums = _mm256_hadd_ps(ab, cd);
-    const __m128 s = _mm_add_ps(_mm256_castps256_ps128(sums), _mm256_extractf128_ps(sums, 1));
-    if (stride == 1) {
-        _mm_storeu_ps(out, s);
-        return;
-    }
-    out[0] = _mm_cvtss_f32(s);
-    _mm_store_ss(out + stride, _mm_movehdup_ps(s));
-    _mm_store_ss(out + 2 * stride, _mm_movehl_ps(s, s));
-    _mm_store_ss(out + 3 * stride, _mm_shuffle_ps(s, s, 0xff));
+static inline f32_vec f32_add_pairs(f32_vec a, f32_vec b) {
+    return _mm256_hadd_ps(a, b);
+}
+static inline void f32_reduce_pairs(float *out, f32_vec ab, f32_vec cd) {
+    const __m256 s = _mm256_hadd_ps(ab, cd);
+    _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1)));
 }
 static inline void f32_transpose(f32_vec *r) {
     __m256 t[8], u[8];
@@ -205,14 +198,12 @@ static inline double f64_reduce_max(f64_vec v) {
     const __m128d s = _mm_max_pd(_mm256_castpd256_pd128(v), _mm256_extractf128_pd(v, 1));
     return _mm_cvtsd_f64(_mm_max_sd(s, _mm_unpackhi_pd(s, s)));
 }
-static inline void f64_reduce_add4(double *out, int64_t stride, f64_vec a, f64_vec b, f64_vec c, f64_vec d) {
-    const __m256d ab = _mm256_hadd_pd(a, b), cd = _mm256_hadd_pd(c, d);
-    const __m128d low = _mm_add_pd(_mm256_castpd256_pd128(ab), _mm256_extractf128_pd(ab, 1));
-    const __m128d high = _mm_add_pd(_mm256_castpd256_pd128(cd), _mm256_extractf128_pd(cd, 1));
-    _mm_store_sd(out, low);
-    _mm_storeh_pd(out + stride, low);
-    _mm_store_sd(out + 2 * stride, high);
-    _mm_storeh_pd(out + 3 * stride, high);
+static inline f64_vec f64_add_pairs(f64_vec a, f64_vec b) {
+    return _mm256_hadd_pd(a, b);
+}
+static inline void f64_reduce_pairs(double *out, f64_vec ab, f64_vec cd) {
+    _mm_storeu_pd(out, _mm_add_pd(_mm256_castpd256_pd128(ab), _mm256_extractf128_pd(ab, 1)));
+    _mm_storeu_pd(out + 2, _mm_add_pd(_mm256_castpd256_pd128(cd), _mm256_extractf128_pd(cd, 1)));
 }
 static inline void f64_transpose(f64_vec *r) {
     const __m256d a = _mm256_unpacklo_pd(r[0], r[1]), b = _mm256_unpackhi_pd(r[0], r[1]);

@@ -78,23 +78,25 @@ static inline f32_vec f32_load_f8e5m2(const void *p) { /* the upper half of a fl
     const __m256i codes = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *)p));
     return _mm512_cvtph_ps(_mm256_slli_epi16(codes, 8));
 }
-static inline f32_vec f32_load_f8e4m3(const void *p) { /* a float16 but for bias and Inf */
-    const __m256i codes = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *)p));
-    const __m256i sign = _mm256_and_si256(_mm256_slli_epi16(codes, 8), _mm256_set1_epi16((short)0x8000));
-    const __m256i rest = _mm256_and_si256(_mm256_slli_epi16(codes, 7), _mm256_set1_epi16(0x3f80));
-    const __m512 x = _mm512_mul_ps(_mm512_cvtph_ps(_mm256_or_si256(sign, rest)), _mm512_set1_ps(256.0f));
-    const __mmask16 nan = _mm512_cmp_ps_mask(f32_abs(x), _mm512_set1_ps(480.0f), _CMP_EQ_OQ);
-    return _mm512_mask_mov_ps(x, nan, _mm512_set1_ps(__builtin_nanf("")));
+/* A float16 but for bias and Inf. The sign is extended over the two upper bits, of which the second
+ * becomes the carry out of the largest code, which stands for NaN. */
+static inline f32_vec f32_load_f8e4m3(const void *p) {
+    const __m256i codes = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)p));
+    const __m256i x = _mm256_and_si256(_mm256_slli_epi16(codes, 7), _mm256_set1_epi16((short)0xbf80));
+    const __m256i carry =
+        _mm256_and_si256(_mm256_add_epi16(x, _mm256_set1_epi16(0x0080)), _mm256_set1_epi16(0x4000));
+    return _mm512_mul_ps(_mm512_cvtph_ps(_mm256_or_si256(x, carry)), _mm512_set1_ps(256.0f));
 }
 static inline f32_vec f32_load_i8(const void *p) {
     return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)));
 }
+/* A table of the 16 values, looked up by the low four bits of each lane; what lies above them is
+ * ignored, so that a byte and its upper half need no mask. */
 static inline f32_vec f32_load_i4(const void *p) {
-    const __m128i x = _mm_loadl_epi64((const __m128i *)p);
-    const __m128i low = _mm_set1_epi8(15), eight = _mm_set1_epi8(8);
-    const __m128i even = _mm_and_si128(x, low), odd = _mm_and_si128(_mm_srli_epi16(x, 4), low);
-    const __m128i both = _mm_xor_si128(_mm_unpacklo_epi8(even, odd), eight);
-    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_sub_epi8(both, eight)));
+    const __m512i bytes = _mm512_cvtepu8_epi64(_mm_loadl_epi64((const __m128i *)p));
+    const __m512i codes = _mm512_or_si512(bytes, _mm512_slli_epi64(bytes, 28));
+    const __m512 values = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1);
+    return _mm512_permutexvar_ps(codes, values);
 }
 static inline void f32_store_bf16(void *p, f32_vec v) {
     const __m512i bits = _mm512_castps_si512(v);
@@ -120,19 +122,13 @@ static inline float f32_reduce_max(f32_vec v) {
     s = _mm_max_ps(s, _mm_movehl_ps(s, s));
     return _mm_cvtss_f32(_mm_max_ss(s, _mm_movehdup_ps(s)));
 }
-static inline void f32_reduce_add4(float *out, int64_t stride, f32_vec a, f32_vec b, f32_vec c, f32_vec d) {
-    const __m256 ab = _mm256_hadd_ps(pf_halves_add_ps(a), pf_halves_add_ps(b));
-    const __m256 cd = _mm256_hadd_ps(pf_halves_add_ps(c), pf_halves_add_ps(d));
-    const __m256 sums = _mm256_hadd_ps(ab, cd);
-    const __m128 s = _mm_add_ps(_mm256_castps256_ps128(sums), _mm256_extractf128_ps(sums, 1));
-    if (stride == 1) {
-        _mm_storeu_ps(out, s);
-        return;
-    }
-    out[0] = _mm_cvtss_f32(s);
-    _mm_store_ss(out + stride, _mm_movehdup_ps(s));
-    _mm_store_ss(out + 2 * stride, _mm_movehl_ps(s, s));
-    _mm_store_ss(out + 3 * stride, _mm_shuffle_ps(s, s, 0xff));
+static inline f32_vec f32_add_pairs(f32_vec a, f32_vec b) {
+    return _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+}
+static inline void f32_reduce_pairs(float *out, f32_vec ab, f32_vec cd) {
+    const __m512 s = _mm512_add_ps(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xee));
+    const __m256 h = pf_halves_add_ps(s);
+    _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1)));
 }
 static inline void f32_transpose(f32_vec *r) {
     __m512 t[16], u[16];
@@ -222,15 +218,13 @@ static inline double f64_reduce_max(f64_vec v) {
     const __m128d s = _mm_max_pd(_mm256_castpd256_pd128(h), _mm256_extractf128_pd(h, 1));
     return _mm_cvtsd_f64(_mm_max_sd(s, _mm_unpackhi_pd(s, s)));
 }
-static inline void f64_reduce_add4(double *out, int64_t stride, f64_vec a, f64_vec b, f64_vec c, f64_vec d) {
-    const __m256d ab = _mm256_hadd_pd(pf_halves_add_pd(a), pf_halves_add_pd(b));
-    const __m256d cd = _mm256_hadd_pd(pf_halves_add_pd(c), pf_halves_add_pd(d));
-    const __m128d low = _mm_add_pd(_mm256_castpd256_pd128(ab), _mm256_extractf128_pd(ab, 1));
-    const __m128d high = _mm_add_pd(_mm256_castpd256_pd128(cd), _mm256_extractf128_pd(cd, 1));
-    _mm_store_sd(out, low);
-    _mm_storeh_pd(out + stride, low);
-    _mm_store_sd(out + 2 * stride, high);
-    _mm_storeh_pd(out + 3 * stride, high);
+static inline f64_vec f64_add_pairs(f64_vec a, f64_vec b) {
+    return _mm512_add_pd(_mm512_unpacklo_pd(a, b), _mm512_unpackhi_pd(a, b));
+}
+static inline void f64_reduce_pairs(double *out, f64_vec ab, f64_vec cd) {
+    const __m256d x = pf_halves_add_pd(ab), y = pf_halves_add_pd(cd);
+    _mm_storeu_pd(out, _mm_add_pd(_mm256_castpd256_pd128(x), _mm256_extractf128_pd(x, 1)));
+    _mm_storeu_pd(out + 2, _mm_add_pd(_mm256_castpd256_pd128(y), _mm256_extractf128_pd(y, 1)));
 }
 static inline void f64_transpose(f64_vec *r) {
     __m512d t[8];

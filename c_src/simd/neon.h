@@ -111,12 +111,11 @@ static inline float f32_reduce_add(f32_vec v) {
 static inline float f32_reduce_max(f32_vec v) {
     return vmaxvq_f32(v);
 }
-static inline void f32_reduce_add4(float *out, int64_t stride, f32_vec a, f32_vec b, f32_vec c, f32_vec d) {
-    const f32_vec s = vpaddq_f32(vpaddq_f32(a, b), vpaddq_f32(c, d));
-    vst1q_lane_f32(out, s, 0);
-    vst1q_lane_f32(out + stride, s, 1);
-    vst1q_lane_f32(out + 2 * stride, s, 2);
-    vst1q_lane_f32(out + 3 * stride, s, 3);
+static inline f32_vec f32_add_pairs(f32_vec a, f32_vec b) {
+    return vpaddq_f32(a, b);
+}
+static inline void f32_reduce_pairs(float *out, f32_vec ab, f32_vec cd) {
+    vst1q_f32(out, vpaddq_f32(ab, cd));
 }
 static inline void f32_transpose(f32_vec *r) {
     const float32x4x2_t a = vtrnq_f32(r[0], r[1]), b = vtrnq_f32(r[2], r[3]);
@@ -180,12 +179,12 @@ static inline double f64_reduce_add(f64_vec v) {
 static inline double f64_reduce_max(f64_vec v) {
     return vmaxvq_f64(v);
 }
-static inline void f64_reduce_add4(double *out, int64_t stride, f64_vec a, f64_vec b, f64_vec c, f64_vec d) {
-    const f64_vec low = vpaddq_f64(a, b), high = vpaddq_f64(c, d);
-    vst1q_lane_f64(out, low, 0);
-    vst1q_lane_f64(out + stride, low, 1);
-    vst1q_lane_f64(out + 2 * stride, high, 0);
-    vst1q_lane_f64(out + 3 * stride, high, 1);
+static inline f64_vec f64_add_pairs(f64_vec a, f64_vec b) {
+    return vpaddq_f64(a, b);
+}
+static inline void f64_reduce_pairs(double *out, f64_vec ab, f64_vec cd) {
+    vst1q_f64(out, ab);
+    vst1q_f64(out + 2, cd);
 }
 static inline void f64_transpose(f64_vec *r) {
     const f64_vec a = vzip1q_f64(r[0], r[1]), b = vzip2q_f64(r[0], r[1]);

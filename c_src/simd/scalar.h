@@ -76,11 +76,11 @@ static inline float f32_reduce_max(f32_vec v) {
     const float a = v[0] > v[2] ? v[0] : v[2], b = v[1] > v[3] ? v[1] : v[3];
     return a > b ? a : b;
 }
-static inline void f32_reduce_add4(float *out, int64_t stride, f32_vec a, f32_vec b, f32_vec c, f32_vec d) {
-    out[0] = f32_reduce_add(a);
-    out[stride] = f32_reduce_add(b);
-    out[2 * stride] = f32_reduce_add(c);
-    out[3 * stride] = f32_reduce_add(d);
+static inline f32_vec f32_add_pairs(f32_vec a, f32_vec b) {
+    return (f32_vec){a[0] + a[2], a[1] + a[3], b[0] + b[2], b[1] + b[3]};
+}
+static inline void f32_reduce_pairs(float *out, f32_vec ab, f32_vec cd) {
+    f32_store(out, (f32_vec){ab[0] + ab[1], ab[2] + ab[3], cd[0] + cd[1], cd[2] + cd[3]});
 }
 static inline void f32_transpose(f32_vec *r) {
     for (int i = 0; i < f32_LANES; i++)
@@ -235,11 +235,12 @@ static inline double f64_reduce_add(f64_vec v) {
 static inline double f64_reduce_max(f64_vec v) {
     return v[0] > v[1] ? v[0] : v[1];
 }
-static inline void f64_reduce_add4(double *out, int64_t stride, f64_vec a, f64_vec b, f64_vec c, f64_vec d) {
-    out[0] = f64_reduce_add(a);
-    out[stride] = f64_reduce_add(b);
-    out[2 * stride] = f64_reduce_add(c);
-    out[3 * stride] = f64_reduce_add(d);
+static inline f64_vec f64_add_pairs(f64_vec a, f64_vec b) {
+    return (f64_vec){a[0] + a[1], b[0] + b[1]};
+}
+static inline void f64_reduce_pairs(double *out, f64_vec ab, f64_vec cd) {
+    f64_store(out, ab);
+    f64_store(out + 2, cd);
 }
 static inline void f64_transpose(f64_vec *r) {
     const double swap = r[0][1];
