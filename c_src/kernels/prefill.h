@@ -4,6 +4,41 @@
  * shape (MICRO_ROWS x num_vectors sums in registers) serve both products. Included once per element
  * type. */
 
+/* A step of num_rows x num_vectors chains: adds a row of lanes times the numbers first, first + step, ...
+ * of x. What is loaded at once leaves registers for the numbers. */
+PF_INLINE void V(add_products)(const int num_rows, const int num_vectors, const V(numbers) * x,
+                               const int first, const int step, const V(elem) * row, V(vec) (*sums)[8]) {
+    PF_UNROLL
+    for (int w = 0; w < num_vectors; w += V(LOADED_VECTORS)) {
+        const int n = num_vectors - w < V(LOADED_VECTORS) ? num_vectors - w : V(LOADED_VECTORS);
+        V(vec) lanes[8];
+        PF_UNROLL
+        for (int i = 0; i < n; i++)
+            lanes[i] = V(load)(row + (w + i) * V(LANES));
+        PF_UNROLL
+        for (int r = 0; r < num_rows; r++) {
+            const int at = first + r * step;
+            const V(number) number = V(pick)(x[at / V(NUMBERS)], at % V(NUMBERS));
+            PF_UNROLL
+            for (int i = 0; i < n; i++)
+                sums[r][w + i] = V(fma_number)(number, lanes[i], sums[r][w + i]);
+        }
+    }
+}
+
+/* num_dims steps of the chains of num_rows scores. */
+PF_INLINE void V(score_dims)(const int num_rows, const int num_vectors, const int num_dims,
+                             const V(elem) *const *rows, const V(elem) * q, int64_t d, V(vec) (*sums)[8]) {
+    V(numbers) keys[8];
+    PF_UNROLL
+    for (int r = 0; r < num_rows; r++)
+        keys[r] = V(load_numbers)(rows[r] + d, num_dims);
+    PF_UNROLL
+    for (int i = 0; i < num_dims; i++)
+        V(add_products)(num_rows, num_vectors, keys, i, V(NUMBERS), q + (d + i) * num_vectors * V(LANES),
+                        sums);
+}
+
 /* Scores of num_rows keys; returns their maximum per lane in `top`. Each score is one chain of
  * fused operations in the order of the head dimension, whatever stands beside it. */
 PF_INLINE void V(score_rows)(const int num_rows, const int num_vectors, const int masked,
@@ -20,19 +55,13 @@ PF_INLINE void V(score_rows)(const int num_rows, const int num_vectors, const in
         for (int w = 0; w < num_vectors; w++)
             sums[r][w] = V(zero)();
     }
-    PF_UNROLL_4
-    for (int64_t d = 0; d < tile->head_dim; d++) {
-        V(vec) lanes[8];
-        PF_UNROLL
-        for (int w = 0; w < num_vectors; w++)
-            lanes[w] = V(load)(q + d * width + w * V(LANES));
-        PF_UNROLL
-        for (int r = 0; r < num_rows; r++) {
-            const V(vec) key = V(set1)(rows[r][d]);
-            PF_UNROLL
-            for (int w = 0; w < num_vectors; w++)
-                sums[r][w] = V(fma)(key, lanes[w], sums[r][w]);
-        }
+    if (V(NUMBERS) > 1 && tile->head_dim % V(NUMBERS) == 0) {
+        for (int64_t d = 0; d < tile->head_dim; d += V(NUMBERS))
+            V(score_dims)(num_rows, num_vectors, V(NUMBERS), rows, q, d, sums);
+    } else {
+        PF_UNROLL_4
+        for (int64_t d = 0; d < tile->head_dim; d++)
+            V(score_dims)(num_rows, num_vectors, 1, rows, q, d, sums);
     }
     V(elem) *scores = (V(elem) *)tile->scores + first * width;
     PF_UNROLL
@@ -65,17 +94,12 @@ PF_INLINE void V(value_columns)(const int num_columns, const int num_vectors, co
     for (int64_t j = 0; j < tile->num_keys; j++) {
         const V(elem) *value = (const V(elem) *)tile->v_rows[j] + column;
         __builtin_prefetch((const V(elem) *)tile->v_rows[j + PF_VALUES_AHEAD] + column);
-        V(vec) lanes[8];
+        V(numbers) x[8];
         PF_UNROLL
-        for (int w = 0; w < num_vectors; w++)
-            lanes[w] = V(load)(weights + j * width + w * V(LANES));
-        PF_UNROLL
-        for (int c = 0; c < num_columns; c++) {
-            const V(vec) x = V(set1)(value[c]);
-            PF_UNROLL
-            for (int w = 0; w < num_vectors; w++)
-                sums[c][w] = V(fma)(x, lanes[w], sums[c][w]);
-        }
+        for (int c = 0; c < num_columns; c += V(NUMBERS))
+            x[c / V(NUMBERS)] =
+                V(load_numbers)(value + c, num_columns < V(NUMBERS) ? num_columns : V(NUMBERS));
+        V(add_products)(num_columns, num_vectors, x, 0, 1, weights + j * width, sums);
     }
     V(elem) *o = (V(elem) *)tile->o + column * width;
     PF_UNROLL
@@ -103,11 +127,16 @@ PF_INLINE void V(score_keys)(const int num_vectors, const int masked, const pf_p
         V(score_rows)(1, num_vectors, masked, tile, j, lo, hi, top);
 }
 
+/* Not inlined: beside what follows it, gcc runs out of registers for the sums. */
+static __attribute__((noinline)) void V(score_all)(const pf_prefill_tile *tile, V(vec) * top) {
+    V(score_keys)(V(PANEL_VECTORS), 0, tile, 0, 0, top);
+}
+
 static void V(score_tile)(const pf_prefill_tile *tile) {
     V(vec) top[8];
     for (int w = 0; w < 8; w++)
         top[w] = V(zero)();
-    V(score_keys)(V(PANEL_VECTORS), 0, tile, 0, 0, top);
+    V(score_all)(tile, top);
     V(panel_terms)(tile, top);
 }
 

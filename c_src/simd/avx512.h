@@ -10,9 +10,13 @@
 #define f32_LANES 16
 #define f32_PANEL_VECTORS 3
 #define f32_MICRO_ROWS 8
+#define f32_LOADED_VECTORS f32_PANEL_VECTORS
+#define f32_NUMBERS 1
 #define f64_LANES 8
 #define f64_PANEL_VECTORS 3
 #define f64_MICRO_ROWS 8
+#define f64_LOADED_VECTORS f64_PANEL_VECTORS
+#define f64_NUMBERS 1
 
 typedef float f32_elem;
 typedef __m512 f32_vec;
@@ -40,6 +44,18 @@ static inline f32_vec f32_mul(f32_vec a, f32_vec b) {
 }
 static inline f32_vec f32_fma(f32_vec a, f32_vec b, f32_vec c) {
     return _mm512_fmadd_ps(a, b, c);
+}
+typedef const float *f32_numbers;
+typedef f32_vec f32_number;
+static inline f32_numbers f32_load_numbers(const float *p, const int n) {
+    (void)n;
+    return p;
+}
+static inline f32_number f32_pick(f32_numbers x, const int i) {
+    return f32_set1(x[i]);
+}
+static inline f32_vec f32_fma_number(f32_number a, f32_vec b, f32_vec c) {
+    return f32_fma(a, b, c);
 }
 static inline f32_vec f32_max(f32_vec a, f32_vec b) {
     return _mm512_max_ps(a, b);
@@ -180,6 +196,18 @@ static inline f64_vec f64_mul(f64_vec a, f64_vec b) {
 }
 static inline f64_vec f64_fma(f64_vec a, f64_vec b, f64_vec c) {
     return _mm512_fmadd_pd(a, b, c);
+}
+typedef const double *f64_numbers;
+typedef f64_vec f64_number;
+static inline f64_numbers f64_load_numbers(const double *p, const int n) {
+    (void)n;
+    return p;
+}
+static inline f64_number f64_pick(f64_numbers x, const int i) {
+    return f64_set1(x[i]);
+}
+static inline f64_vec f64_fma_number(f64_number a, f64_vec b, f64_vec c) {
+    return f64_fma(a, b, c);
 }
 static inline f64_vec f64_max(f64_vec a, f64_vec b) {
     return _mm512_max_pd(a, b);

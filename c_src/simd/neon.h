@@ -6,13 +6,18 @@
 #include <arm_neon.h>
 #include <stdint.h>
 
-/* 32 registers hold 4 rows x 6 vectors of sums, 6 vectors of queries and a broadcast. */
+/* 32 registers hold 4 rows x 6 vectors of sums, 2 vectors of queries (one instruction loads both) and
+ * 4 vectors of keys, which are multiplied number by number. */
 #define f32_LANES 4
 #define f32_PANEL_VECTORS 6
 #define f32_MICRO_ROWS 4
+#define f32_LOADED_VECTORS 2
+#define f32_NUMBERS 4
 #define f64_LANES 2
 #define f64_PANEL_VECTORS 6
 #define f64_MICRO_ROWS 4
+#define f64_LOADED_VECTORS 2
+#define f64_NUMBERS 2
 
 typedef float f32_elem;
 typedef float32x4_t f32_vec;
@@ -40,6 +45,19 @@ static inline f32_vec f32_mul(f32_vec a, f32_vec b) {
 }
 static inline f32_vec f32_fma(f32_vec a, f32_vec b, f32_vec c) {
     return vfmaq_f32(c, a, b);
+}
+typedef float32x4_t f32_numbers;
+static inline f32_numbers f32_load_numbers(const float *p, const int n) {
+    if (n == 4)
+        return vld1q_f32(p);
+    return n == 2 ? vcombine_f32(vld1_f32(p), vdup_n_f32(0)) : vdupq_n_f32(*p);
+}
+typedef float f32_number;
+static inline f32_number f32_pick(f32_numbers x, const int i) {
+    return x[i];
+}
+static inline f32_vec f32_fma_number(f32_number a, f32_vec b, f32_vec c) {
+    return vfmaq_n_f32(c, b, a); /* by element: no broadcast */
 }
 static inline f32_vec f32_max(f32_vec a, f32_vec b) {
     return vmaxq_f32(a, b);
@@ -151,6 +169,17 @@ static inline f64_vec f64_mul(f64_vec a, f64_vec b) {
 }
 static inline f64_vec f64_fma(f64_vec a, f64_vec b, f64_vec c) {
     return vfmaq_f64(c, a, b);
+}
+typedef float64x2_t f64_numbers;
+static inline f64_numbers f64_load_numbers(const double *p, const int n) {
+    return n == 1 ? vdupq_n_f64(*p) : vld1q_f64(p);
+}
+typedef double f64_number;
+static inline f64_number f64_pick(f64_numbers x, const int i) {
+    return x[i];
+}
+static inline f64_vec f64_fma_number(f64_number a, f64_vec b, f64_vec c) {
+    return vfmaq_n_f64(c, b, a); /* by element: no broadcast */
 }
 static inline f64_vec f64_max(f64_vec a, f64_vec b) {
     return vmaxq_f64(a, b);

@@ -9,9 +9,13 @@
 #define f32_LANES 4
 #define f32_PANEL_VECTORS 3
 #define f32_MICRO_ROWS 4
+#define f32_LOADED_VECTORS f32_PANEL_VECTORS
+#define f32_NUMBERS 1
 #define f64_LANES 2
 #define f64_PANEL_VECTORS 3
 #define f64_MICRO_ROWS 4
+#define f64_LOADED_VECTORS f64_PANEL_VECTORS
+#define f64_NUMBERS 1
 
 typedef float f32_elem;
 typedef float f32_vec __attribute__((vector_size(16)));
@@ -45,6 +49,18 @@ static inline f32_vec f32_fma(f32_vec a, f32_vec b, f32_vec c) {
 }
 static inline f32_vec f32_select(pf_mask32 mask, f32_vec a, f32_vec b) {
     return (f32_vec)(((pf_mask32)a & mask) | ((pf_mask32)b & ~mask));
+}
+typedef const float *f32_numbers;
+typedef f32_vec f32_number;
+static inline f32_numbers f32_load_numbers(const float *p, const int n) {
+    (void)n;
+    return p;
+}
+static inline f32_number f32_pick(f32_numbers x, const int i) {
+    return f32_set1(x[i]);
+}
+static inline f32_vec f32_fma_number(f32_number a, f32_vec b, f32_vec c) {
+    return f32_fma(a, b, c);
 }
 static inline f32_vec f32_max(f32_vec a, f32_vec b) {
     return f32_select(a > b, a, b);
@@ -205,6 +221,18 @@ static inline f64_vec f64_fma(f64_vec a, f64_vec b, f64_vec c) {
 }
 static inline f64_vec f64_select(pf_mask64 mask, f64_vec a, f64_vec b) {
     return (f64_vec)(((pf_mask64)a & mask) | ((pf_mask64)b & ~mask));
+}
+typedef const double *f64_numbers;
+typedef f64_vec f64_number;
+static inline f64_numbers f64_load_numbers(const double *p, const int n) {
+    (void)n;
+    return p;
+}
+static inline f64_number f64_pick(f64_numbers x, const int i) {
+    return f64_set1(x[i]);
+}
+static inline f64_vec f64_fma_number(f64_number a, f64_vec b, f64_vec c) {
+    return f64_fma(a, b, c);
 }
 static inline f64_vec f64_max(f64_vec a, f64_vec b) {
     return f64_select(a > b, a, b);
