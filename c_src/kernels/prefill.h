@@ -93,13 +93,14 @@ PF_INLINE void V(value_columns)(const int num_columns, const int num_vectors, co
     PF_UNROLL_4
     for (int64_t j = 0; j < tile->num_keys; j++) {
         const V(elem) *value = (const V(elem) *)tile->v_rows[j] + column;
-        __builtin_prefetch((const V(elem) *)tile->v_rows[j + PF_VALUES_AHEAD] + column);
         V(numbers) x[8];
         PF_UNROLL
         for (int c = 0; c < num_columns; c += V(NUMBERS))
             x[c / V(NUMBERS)] =
                 V(load_numbers)(value + c, num_columns < V(NUMBERS) ? num_columns : V(NUMBERS));
         V(add_products)(num_columns, num_vectors, x, 0, 1, weights + j * width, sums);
+        /* Last: before the products it costs gcc a register too many on AVX2. */
+        __builtin_prefetch((const V(elem) *)tile->v_rows[j + PF_VALUES_AHEAD] + column);
     }
     V(elem) *o = (V(elem) *)tile->o + column * width;
     PF_UNROLL
