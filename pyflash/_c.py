@@ -46,8 +46,8 @@ _WORKSPACE_TOO_SMALL = 2
 
 _FAMILIES = {None: 0, "prefill": 1, "decode": 2}
 
-#: Whether this process was forked from one that had loaded the library: an OpenMP pool does not
-#: survive a fork, so the child computes on one thread and enters no parallel region.
+#: Whether this process was forked from one that had loaded the library. Such a child computes on one
+#: thread: it is mostly one of many workers, and what it inherited of OpenMP must not be relied on.
 _forked = False
 
 

@@ -1,10 +1,10 @@
-"""Compute the coefficients of the polynomials in c_src/kernels/exp2.h.
+"""Compute the coefficients of the polynomials in c_src/kernels/exp2.h and c_src/kernels/amx.h.
 
 Minimises the largest relative error of ``1 + c1 f + ... + cn f^n`` against ``2^f`` on
 [-1/2, 1/2], by Lawson's reweighted least squares on Chebyshev nodes, in 50-digit arithmetic.
 The constant is held at exactly 1, so that 2^0 is 1 and a rescaling by 2^0 changes nothing.
 A degree with an ``m`` behind it is for ``2^f - 1`` without the constant, its error relative to that:
-what tanh needs near 0.
+what tanh needs near 0. One with a ``u`` is for the interval [0, 1], what is left above an integer.
 
     python tools/exp2_polynomial.py [degree ...]      (needs mpmath)
 """
@@ -14,9 +14,11 @@ import sys
 import mpmath as mp
 
 
-def fit(degree: int, minus_one: bool, nodes: int = 200, rounds: int = 60) -> tuple[list[mp.mpf], mp.mpf]:
-    """Return the coefficients c1..cn and the largest relative error at the nodes."""
-    points = [mp.cos(mp.pi * (i + mp.mpf(1) / 2) / nodes) / 2 for i in range(nodes)]
+def fit(
+    degree: int, minus_one: bool, middle: mp.mpf, nodes: int = 200, rounds: int = 60
+) -> tuple[list[mp.mpf], mp.mpf]:
+    """Return the coefficients c1..cn on [middle - 1/2, middle + 1/2] and the largest relative error."""
+    points = [middle + mp.cos(mp.pi * (i + mp.mpf(1) / 2) / nodes) / 2 for i in range(nodes)]
     target = [mp.mpf(2) ** f for f in points]
     unit = [t - 1 if minus_one else t for t in target]
     weights = [mp.mpf(1) / nodes] * nodes
@@ -44,8 +46,10 @@ def fit(degree: int, minus_one: bool, nodes: int = 200, rounds: int = 60) -> tup
 
 if __name__ == "__main__":
     mp.mp.dps = 50
-    for degree in sys.argv[1:] or ["5", "6m", "11"]:
-        coefficients, error = fit(int(degree.rstrip("m")), degree.endswith("m"))
+    for degree in sys.argv[1:] or ["5", "5u", "6m", "11"]:
+        coefficients, error = fit(
+            int(degree.rstrip("mu")), degree.endswith("m"), mp.mpf(degree.endswith("u")) / 2
+        )
         print(f"degree {degree}: relative error {mp.nstr(error, 3)}")
         for k, c in enumerate(coefficients, 1):
             print(f"  c{k} = {float(c).hex()}  {mp.nstr(c, 20)}")

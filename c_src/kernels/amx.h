@@ -149,8 +149,8 @@ static int amx_make_item(const pf_prefill_tile *tile, int64_t group, int vector,
     return 1;
 }
 
-/* 2^t for t up to some dozens; 0 for -inf. The polynomial is that of 2^f on [0, 1), of error 1.8e-7
- * (tools/exp2_polynomial.py), 1 at 0. */
+/* 2^t for t up to some dozens; 0 for -inf. The polynomial is that of 2^f on [0, 1], of relative error 8.2e-8
+ * (tools/exp2_polynomial.py 5u), 1 at 0. */
 PF_INLINE f32_vec amx_exp2(f32_vec t) {
     const f32_vec f = amx_fraction(t);
     f32_vec p = f32_set1(0x1.e97502p-10f);
