@@ -20,8 +20,9 @@ def _run(
     index: IndexArrays,
     options: dict[str, Any],
 ) -> Result:
-    """Make a checked call, and remember it under its key unless that is None."""
-    again = None if key is None else Arrays(*inputs, call.out, index)
+    """Make a checked call, and remember it under its key, if it has one, once it comes again."""
+    remembers = key is not None and _call_table.comes_again(key)
+    again = Arrays(*inputs, call.out, index) if remembers else None
     repeat = backend.attention(call.args, again=again)
     if repeat is not None:
         lse = call.lse

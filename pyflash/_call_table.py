@@ -42,11 +42,15 @@ class Known(NamedTuple):
 
 _table: dict[Any, Known] = {}
 _find = _table.get
+#: Keys that came once. To prepare a call costs more than it saves where none like it follows: keys of a
+#: dense cache that grows by a token have another length each time.
+_once: set[Any] = set()
 
 
 def clear() -> None:
     """Forget everything."""
     _table.clear()
+    _once.clear()
 
 
 if hasattr(os, "register_at_fork"):
@@ -127,6 +131,16 @@ def attempt(
         return key, out if repeat(q, k, v, out, None, index) else None
     lse = _empty(lse_shape, lse_dtype)
     return key, (out, lse) if repeat(q, k, v, out, lse, index) else None
+
+
+def comes_again(key: Any) -> bool:
+    """Return whether a call with this key has been made before, and note that one has been now."""
+    if key in _once:
+        return True
+    if len(_once) >= CAPACITY:
+        _once.clear()
+    _once.add(key)
+    return False
 
 
 def remember(key: Any, known: Known) -> None:

@@ -17,8 +17,13 @@ from pyflash._errors import PyflashError
 F4 = np.float32
 
 
+comes_again = _call_table.comes_again
+
+
 @pytest.fixture(autouse=True)
-def empty_table():
+def empty_table(monkeypatch):
+    """An empty table, into which calls come the first time already."""
+    monkeypatch.setattr(_call_table, "comes_again", lambda key: True)
     _call_table.clear()
     yield
     _call_table.clear()
@@ -202,6 +207,21 @@ def test_a_call_is_remembered_and_answers_for_other_arrays(c_backend):
     del first
     assert pyflash.flash_attention(*second, **c_backend.kwargs).tobytes() == want.tobytes()
     assert remembered() == 1
+
+
+def test_a_call_is_remembered_when_it_comes_again(c_backend, hits, monkeypatch):
+    monkeypatch.setattr(_call_table, "comes_again", comes_again)
+    q, k, v = dense()
+    for length in range(1, 17):  # a cache that grows: no length comes twice
+        pyflash.flash_attention(q, k[:, :length], v[:, :length], **c_backend.kwargs)
+    assert remembered() == 0
+    for count in (1, 1, 1):
+        pyflash.flash_attention(q, k, v, **c_backend.kwargs)
+        assert remembered() == count
+    assert len(hits) == 2
+    for i in range(3 * _call_table.CAPACITY):
+        pyflash.flash_attention(q, k, v, scale=1.0 + i, **c_backend.kwargs)
+        assert len(_call_table._once) <= _call_table.CAPACITY
 
 
 def test_the_table_is_bounded(c_backend):
