@@ -305,6 +305,7 @@ def _call(
         isa=_isa(options["isa"]),
         num_threads=_positive("num_threads", options["num_threads"]),
         workspace=_workspace(options["workspace"], {**inputs, "out": out}),
+        max_seqlen_q=extent.seqlen_q,
     )
     _refuse_foreign(given, backend)  # last, so that a bad value is called the same everywhere
     return Call(args, out, lse_view)

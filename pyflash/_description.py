@@ -74,6 +74,9 @@ class AttentionArgs(NamedTuple):
     isa: str | None
     num_threads: int | None
     workspace: Array | None  # contiguous bytes that the caller keeps for the kernels
+    max_seqlen_q: int = 0  # no sequence has more queries
+    batch_invariant: bool = False
+    q_scale: Array | None = None
 
     @property
     def batch(self) -> int:

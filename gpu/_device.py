@@ -1,0 +1,239 @@
+"""The only module that knows CuPy and the CUDA driver: devices, memory, streams, compiling, launching.
+
+`platform` is what the rest of the backend uses; tests put another one in its place.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import sys
+from typing import Any, Protocol
+
+import numpy as np
+
+from .._description import Array
+
+#: The oldest architecture that the kernels are written for.
+MIN_CAPABILITY = 75
+_INSTALL = "pip install 'pyflash-attention[cuda13]', or [cuda12] for drivers of CUDA 12"
+
+
+class Memory(Protocol):
+    """Device memory; freed with the object."""
+
+    @property
+    def address(self) -> int:
+        """Where it begins."""
+
+
+class Kernel(Protocol):
+    """A function that `Device.launch` takes."""
+
+
+class Device(Protocol):
+    """One GPU."""
+
+    index: int
+    name: str
+    architecture: str  # what to compile for, "sm_90a"
+    capability: int  # 90
+    num_sms: int
+    shared_bytes: int  # most dynamic shared memory of one block
+
+    def compile(self, source: str, name: str, options: tuple[str, ...]) -> Kernel:
+        """Return the kernel `name` of a source text without includes."""
+
+    def launch(
+        self, kernel: Kernel, grid: int, threads: int, shared_bytes: int, stream: int, argument: Array
+    ) -> None:
+        """Start a kernel whose only parameter is a struct, `argument`, by value."""
+
+    def allocate(self, num_bytes: int, stream: int) -> Memory:
+        """Return memory for work that is put on `stream`."""
+
+    def upload(self, array: Array, stream: int) -> Memory:
+        """Return a copy of a C-contiguous array."""
+
+    def download(self, address: int, into: Array, stream: int) -> None:
+        """Fill a C-contiguous array, once the work on `stream` is done."""
+
+    def stream(self) -> int:
+        """Return the stream that CuPy puts its work on."""
+
+    def is_capturing(self, stream: int) -> bool:
+        """Return whether work on a stream is recorded for a graph instead of done."""
+
+    def wait_for(self, stream: int, other: int) -> None:
+        """Let work on `stream` begin only when what is on `other` by now is done."""
+
+
+class Platform(Protocol):
+    """The GPUs of this process."""
+
+    def unavailable(self) -> str | None:
+        """Return why there are none that can be used, None if there are."""
+
+    def device(self, index: int) -> Device:
+        """Return a GPU by number."""
+
+    def current_device(self) -> int:
+        """Return the number of the GPU that CuPy uses now."""
+
+
+class _CupyKernel:
+    """A loaded function, with what keeps its module loaded."""
+
+    def __init__(self, function: Any) -> None:
+        self.function = function
+        self.handle = ctypes.c_void_p(function.ptr)
+        self.shared_bytes = 48 * 1024  # what every kernel may have without asking
+
+
+class _CupyMemory:
+    def __init__(self, pointer: Any) -> None:
+        self._pointer = pointer
+        self.address = int(pointer.ptr)
+
+
+class _On:
+    """Makes a device current for a while."""
+
+    def __init__(self, runtime: Any, index: int) -> None:
+        self._runtime, self._index = runtime, index
+
+    def __enter__(self) -> None:
+        self._before = self._runtime.getDevice()
+        if self._before != self._index:
+            self._runtime.setDevice(self._index)
+
+    def __exit__(self, *error: object) -> None:
+        if self._before != self._index:
+            self._runtime.setDevice(self._before)
+
+
+class _CupyDevice:
+    def __init__(self, index: int) -> None:
+        import cupy
+
+        self._cupy, self._runtime = cupy, cupy.cuda.runtime
+        self._driver = _driver_library()
+        self.index = index
+        with self.current():
+            self._runtime.free(0)  # makes the device's context
+            properties = self._runtime.getDeviceProperties(index)
+        self.name = properties["name"].decode()
+        self.capability = 10 * properties["major"] + properties["minor"]
+        self.architecture = f"sm_{self.capability}" + ("a" if self.capability == 90 else "")
+        self.num_sms = properties["multiProcessorCount"]
+        self.shared_bytes = properties["sharedMemPerBlockOptin"]
+
+    def current(self) -> _On:
+        return _On(self._runtime, self.index)
+
+    def compile(self, source: str, name: str, options: tuple[str, ...]) -> _CupyKernel:
+        from . import _compile
+
+        cubin = _compile.cubin(source, name, options, self.architecture)
+        with self.current():
+            module = self._cupy.cuda.function.Module()
+            module.load(cubin)
+            return _CupyKernel(module.get_function(name))
+
+    def launch(
+        self, kernel: Any, grid: int, threads: int, shared_bytes: int, stream: int, argument: Array
+    ) -> None:
+        parameters = (ctypes.c_void_p * 1)(argument.ctypes.data)
+        with self.current():
+            if shared_bytes > kernel.shared_bytes:
+                kernel.function.max_dynamic_shared_size_bytes = shared_bytes
+                kernel.shared_bytes = shared_bytes
+            status = self._driver.cuLaunchKernel(
+                kernel.handle, grid, 1, 1, threads, 1, 1, shared_bytes, ctypes.c_void_p(stream), parameters, None
+            )
+        if status:
+            raise RuntimeError(f"CUDA could not launch a kernel of pyflash: {_driver_error(self._driver, status)}")
+
+    def allocate(self, num_bytes: int, stream: int) -> _CupyMemory:
+        with self.current(), self._cupy.cuda.ExternalStream(stream, self.index):
+            return _CupyMemory(self._cupy.cuda.alloc(num_bytes))
+
+    def upload(self, array: Array, stream: int) -> _CupyMemory:
+        memory = self.allocate(array.nbytes, stream)
+        if array.nbytes:
+            with self.current():
+                # From pageable memory this returns when the data has been read.
+                self._runtime.memcpyAsync(memory.address, array.ctypes.data, array.nbytes, 1, stream)
+        return memory
+
+    def download(self, address: int, into: Array, stream: int) -> None:
+        with self.current():
+            if into.nbytes:
+                self._runtime.memcpyAsync(into.ctypes.data, address, into.nbytes, 2, stream)
+            self._runtime.streamSynchronize(stream)
+
+    def stream(self) -> int:
+        with self.current():
+            return int(self._cupy.cuda.get_current_stream().ptr)
+
+    def is_capturing(self, stream: int) -> bool:
+        with self.current():
+            return bool(self._runtime.streamIsCapturing(stream))
+
+    def wait_for(self, stream: int, other: int) -> None:
+        with self.current():
+            event = self._cupy.cuda.Event(disable_timing=True)
+            event.record(self._cupy.cuda.ExternalStream(other, self.index))
+            self._cupy.cuda.ExternalStream(stream, self.index).wait_event(event)
+
+
+class _CupyPlatform:
+    @functools.cache  # noqa: B019 - there is one platform
+    def unavailable(self) -> str | None:
+        """Return why no GPU can be used, in one sentence."""
+        try:
+            import cupy
+        except ImportError as error:
+            return f"CuPy is not installed ({error}): {_INSTALL}"
+        try:
+            count = cupy.cuda.runtime.getDeviceCount()
+        except cupy.cuda.runtime.CUDARuntimeError as error:
+            return f"CUDA finds no GPU: {error}"
+        if count == 0:
+            return "CUDA finds no GPU: the number of devices is 0"
+        try:
+            cupy.cuda.nvrtc.getVersion()
+        except Exception as error:  # CuPy's loader has its own class for each version
+            return f"NVRTC, which compiles the kernels, is not installed ({error}): {_INSTALL}"
+        capability = max(int(cupy.cuda.Device(i).compute_capability) for i in range(count))
+        if capability < MIN_CAPABILITY:
+            return f"the GPU is of architecture sm_{capability}, the kernels need sm_{MIN_CAPABILITY} or newer"
+        return None
+
+    @functools.cache  # noqa: B019
+    def device(self, index: int) -> Device:
+        """Return a GPU by number."""
+        return _CupyDevice(index)
+
+    def current_device(self) -> int:
+        """Return the number of the GPU that CuPy uses now."""
+        import cupy
+
+        return int(cupy.cuda.runtime.getDevice())
+
+
+@functools.cache
+def _driver_library() -> Any:
+    library = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+    word, place = ctypes.c_uint, ctypes.c_void_p
+    library.cuLaunchKernel.argtypes = [place, *(word,) * 7, place, place, place]
+    return library
+
+
+def _driver_error(library: Any, status: int) -> str:
+    text = ctypes.c_char_p()
+    library.cuGetErrorString(status, ctypes.byref(text))
+    return (text.value or b"unknown error").decode() + f" ({status})"
+
+
+platform: Platform = _CupyPlatform()

@@ -1,0 +1,232 @@
+"""How a call is computed: which kernel, with what constants, on what grid. Pure: needs no device.
+
+A `Problem` holds all that the choice depends on; `plan` asks the families in turn, and the first that takes a
+problem says how. The generic kernel takes everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from .._description import DECODE_MAX_ROWS
+from ._compile import Source
+
+#: Bits of PF_TERMS in call.cuh, by the option of a call.
+TERMS = {
+    "softcap": 1,
+    "alibi_slopes": 2,
+    "bias": 4,
+    "mask": 8,
+    "tree": 16,
+    "score_mod": 32,
+    "mask_mod": 64,
+}
+#: Most blocks of a grid in its first dimension.
+MAX_BLOCKS = 2**31 - 1
+#: What stands for "no limit" among numbers of rows.
+NO_LIMIT = 2**62
+
+
+class Problem(NamedTuple):
+    """What the choice of a kernel depends on."""
+
+    capability: int  # 90 for sm_90
+    num_sms: int
+    shared_bytes: int  # most dynamic shared memory of one block
+    q_dtype: str
+    kv_dtype: str
+    out_dtype: str
+    batch: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    head_dim_v: int
+    num_queries: int  # tokens of all sequences
+    max_seqlen_q: int  # bounds, where lengths lie on the device
+    max_seqlen_kv: int
+    packed: bool  # queries of several sequences on one axis: their numbers differ
+    page_size: int  # 0: not paged
+    #: Rows of q, k, v and out begin at multiples of 16 bytes and have unit stride.
+    aligned: bool
+    scaled: bool  # k_scale, v_scale or q_scale
+    terms: frozenset[str] = frozenset()  # of `TERMS`
+    spans: bool = False  # causal, window or spans: not every row sees every key
+    positive_scale: bool = True
+    num_splits: int | None = None
+    tile: int | None = None
+    family: str | None = None
+    batch_invariant: bool = False
+    expressions: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def group(self) -> int:
+        """Query heads per key/value head."""
+        return self.num_heads // max(self.num_kv_heads, 1)
+
+    @property
+    def real(self) -> str:
+        """The type of C that is computed in."""
+        return "double" if self.q_dtype == "float64" else "float"
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of one number of a state."""
+        return 8 if self.q_dtype == "float64" else 4
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of states."""
+        return self.num_queries * self.num_heads
+
+
+class Step(NamedTuple):
+    """One launch."""
+
+    source: Source
+    threads: int
+    num_blocks: int
+    shared_bytes: int = 0
+    fields: tuple[tuple[str, int], ...] = ()  # of pf_call, that this step sets
+
+
+class Plan(NamedTuple):
+    """The launches of a call, in order, and what `explain` says about them."""
+
+    kernel: str
+    family: str
+    steps: tuple[Step, ...]
+    tile: int
+    rows_per_item: int
+    max_splits: int = 1
+    num_splits: int = 0  # fields of pf_call
+    split_keys: int = 0
+    reasons: tuple[str, ...] = ()
+
+
+class Variant(NamedTuple):
+    """A kernel as it may be compiled, for tests that compile all there are."""
+
+    source: Source
+    architectures: tuple[int, ...]  # capabilities that it is for
+    spill_bytes: int = 0  # most that it may spill
+
+
+#: A family: how it computes a problem, None if it does not take it.
+Family = Callable[[Problem], "Plan | None"]
+
+
+def term_bits(problem: Problem) -> int:
+    """Return PF_TERMS of a problem."""
+    return sum(TERMS[name] for name in problem.terms)
+
+
+def families_of(problem: Problem) -> tuple[str, ...]:
+    """Return the families of the sequences that a call may have: chosen by rows per key/value head."""
+    if problem.family is not None:
+        return (problem.family,)
+    if problem.max_seqlen_q * problem.group <= DECODE_MAX_ROWS:
+        return ("decode",)
+    return ("prefill", "decode") if problem.packed else ("prefill",)
+
+
+def row_limits(problem: Problem, family: str) -> tuple[tuple[str, int], ...]:
+    """Return the fields of pf_call that leave a kernel the sequences of its family."""
+    if problem.family is not None or families_of(problem) == (family,):
+        low, high = 0, NO_LIMIT
+    elif family == "decode":
+        low, high = 0, DECODE_MAX_ROWS
+    else:
+        low, high = DECODE_MAX_ROWS + 1, NO_LIMIT
+    return ("min_rows", low), ("max_rows", high)
+
+
+def ceil_div(a: int, b: int) -> int:
+    """Return a / b, rounded up."""
+    return -(-a // b)
+
+
+def row_blocks(problem: Problem, rows: int, others: int) -> int:
+    """Return how many blocks share the rows of a sequence, where there are `others` along other axes."""
+    wanted = max(ceil_div(problem.max_seqlen_q, rows), 1)
+    return max(min(wanted, MAX_BLOCKS // max(others, 1)), 1)
+
+
+def split_fields(problem: Problem, split_keys: int) -> tuple[int, int, int]:
+    """Return (max_splits, num_splits, split_keys): as asked for, else a border every `split_keys` keys."""
+    if problem.num_splits is not None:
+        return min(problem.num_splits, max(problem.max_seqlen_kv, 1)), problem.num_splits, 0
+    if split_keys and problem.max_seqlen_kv > split_keys:
+        return ceil_div(problem.max_seqlen_kv, split_keys), 0, split_keys
+    return 1, 0, 0
+
+
+def combine_step(problem: Problem, fields: tuple[tuple[str, int], ...]) -> Step:
+    """Return the launch that merges the states of splits, one warp a row."""
+    warps = 4
+    blocks = row_blocks(problem, warps, problem.num_heads * problem.batch)
+    source = Source("combine.cu", "pf_combine", _generic_defines(problem), problem.expressions)
+    return Step(
+        source,
+        32 * warps,
+        blocks * problem.num_heads * problem.batch,
+        fields=(*fields, ("row_blocks", blocks)),
+    )
+
+
+def _generic_defines(problem: Problem) -> tuple[tuple[str, str], ...]:
+    """Constants of the kernels that test at run time which terms there are."""
+    terms = sum(bit for name, bit in TERMS.items() if not name.endswith("_mod") or name in problem.terms)
+    return ("PF_REAL", problem.real), ("PF_TERMS", str(terms))
+
+
+#: Keys per split of the generic kernel in the decode family.
+GENERIC_SPLIT_KEYS = 512
+
+
+def generic(problem: Problem) -> Plan:
+    """One warp a row: every option, every type, every width."""
+    family = "+".join(families_of(problem))
+    max_splits, num_splits, split_keys = split_fields(problem, GENERIC_SPLIT_KEYS if family == "decode" else 0)
+    warps = 4
+    others = problem.num_heads * max_splits * problem.batch
+    blocks = row_blocks(problem, warps, others)
+    limits = (("min_rows", 0), ("max_rows", NO_LIMIT))
+    source = Source("generic.cu", "pf_generic", _generic_defines(problem), problem.expressions)
+    steps = [Step(source, 32 * warps, blocks * others, fields=(*limits, ("row_blocks", blocks)))]
+    if max_splits > 1 or num_splits > 1:
+        steps.append(combine_step(problem, limits))
+    return Plan(
+        "generic", family, tuple(steps), 32, warps, max_splits, num_splits, split_keys,
+        ("kernel: generic, since no faster one takes this call",),
+    )  # fmt: skip
+
+
+#: In the order in which they are asked; `generic` comes last and takes everything.
+FAMILIES: tuple[Family, ...] = (generic,)
+
+
+def plan(problem: Problem) -> Plan:
+    """Return how a problem is computed."""
+    for family in FAMILIES:
+        found = family(problem)
+        if found is not None:
+            return found
+    raise AssertionError("the generic kernel takes every problem")
+
+
+def workspace_bytes(problem: Problem, found: Plan) -> int:
+    """Return the bytes of the states of splits, 0 without splits."""
+    if len(found.steps) == 1 and found.max_splits == 1:
+        return 0
+    return found.max_splits * problem.num_rows * (problem.head_dim_v + 2) * problem.state_bytes
+
+
+def variants() -> Iterator[Variant]:
+    """Yield every kernel that may be compiled, but for expressions of callers."""
+    everything = 2 ** len(TERMS) - 1 - TERMS["score_mod"] - TERMS["mask_mod"]
+    for real in ("float", "double"):
+        for file, name in (("generic.cu", "pf_generic"), ("combine.cu", "pf_combine")):
+            defines = (("PF_REAL", real), ("PF_TERMS", str(everything)))
+            # The stack of waiting states lies in local memory, which is no spill.
+            yield Variant(Source(file, name, defines), ())

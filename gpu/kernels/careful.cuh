@@ -1,0 +1,169 @@
+/* One query row, by one warp, with every option and any type: the kernel that is right first. It touches no
+ * key that the row does not see, so that what is there can be NaN; fast kernels give it the rare rows that came
+ * out as not finite. */
+#ifndef PF_CAREFUL_CUH
+#define PF_CAREFUL_CUH
+
+#include "state.cuh"
+
+#define PF_WARP_ALL 0xffffffffu
+
+/* Outputs that one pass computes, some a lane; wider values take several passes. */
+enum { PF_CAREFUL_REGISTERS = 18, PF_CAREFUL_DIMS = 32 * PF_CAREFUL_REGISTERS };
+
+/* Sums of values below the largest number cannot overflow before 2^40 keys if they are multiplied by this. */
+#define PF_SMALLER_VALUES ((pf_real)9.094947017729282379150390625e-13)
+
+struct pf_row_state {
+    pf_real m, l;                    /* the same in all lanes */
+    pf_real o[PF_CAREFUL_REGISTERS]; /* output first_dim + lane + 32 r */
+};
+
+PF_DEVICE pf_real pf_warp_max(pf_real x) {
+    for (int step = 16; step > 0; step /= 2)
+        x = pf_max_of(x, __shfl_xor_sync(PF_WARP_ALL, x, step));
+    return x;
+}
+
+PF_DEVICE pf_real pf_warp_sum(pf_real x) {
+    for (int step = 16; step > 0; step /= 2)
+        x += __shfl_xor_sync(PF_WARP_ALL, x, step);
+    return x;
+}
+
+PF_DEVICE pf_real pf_scale_at(const pf_call &call, const pf_tensor &scale, const pf_sequence &s,
+                              int64_t kv_head, int64_t j) {
+    return scale.data ? (pf_real)((const float *)scale.data)[pf_key_offset(call, scale, s, kv_head, j)]
+                      : (pf_real)1;
+}
+
+PF_DEVICE const char *pf_key_row(const pf_call &call, const pf_tensor &t, const pf_sequence &s,
+                                 int64_t kv_head, int64_t j) {
+    return pf_place(t, pf_key_offset(call, t, s, kv_head, j));
+}
+
+/* q.k of one pair; scale of q and scale of k included. */
+PF_DEVICE pf_real pf_product(const pf_call &call, const pf_sequence &s, const pf_query &q, int64_t j) {
+    const char *query = pf_place(call.q, pf_query_offset(call.q, s, q.head, q.i));
+    const char *key = pf_key_row(call, call.k, s, q.kv_head, j);
+    pf_real sum = 0;
+    for (int64_t d = 0; d < call.head_dim; d++)
+        sum += pf_element(query, call.q.dtype, call.q.stride_dim, d) *
+               pf_element(key, call.k.dtype, call.k.stride_dim, d);
+    if (call.q_scale.data)
+        sum *= (pf_real)pf_number_at(call.q_scale, s.index * call.q_scale.stride_batch +
+                                                       q.kv_head * call.q_scale.stride_head);
+    return sum * pf_scale_at(call, call.k_scale, s, q.kv_head, j);
+}
+
+/* Adds keys [lo, hi) of one side to the state, 32 at a time, one a lane. */
+static __device__ void pf_careful_side(const pf_call &call, const pf_sequence &s, const pf_query &q, int side,
+                                       int64_t lo, int64_t hi, int64_t first_dim, pf_real value_factor,
+                                       pf_row_state *state) {
+    const int lane = threadIdx.x % 32;
+    const pf_span span = pf_clip(pf_visible(&s.mask, q.i, side), lo, hi);
+    /* Tiles begin at multiples of their size, wherever the span does: bits depend on positions alone. */
+    for (int64_t first = span.lo / 32 * 32; first < span.hi; first += 32) {
+        const int64_t j = first + lane;
+        const bool seen = j >= span.lo && j < span.hi && !pf_is_hidden(call, s, q, j);
+        const unsigned visible = __ballot_sync(PF_WARP_ALL, seen);
+        if (visible == 0)
+            continue;
+        const pf_real infinity = (pf_real)pf_infinity();
+        const pf_real score = seen ? pf_final_score(call, s, q, j, pf_product(call, s, q, j)) : -infinity;
+        const pf_real m = pf_max_of(state->m, pf_warp_max(seen ? pf_floored(score) : -infinity));
+        const pf_real alpha = pf_rescaling(state->m, m);
+        const pf_real p = seen ? pf_weight(score - m) : (pf_real)0;
+        state->m = m;
+        state->l = state->l * alpha + pf_warp_sum(p);
+        pf_real sums[PF_CAREFUL_REGISTERS];
+#pragma unroll
+        for (int r = 0; r < PF_CAREFUL_REGISTERS; r++)
+            sums[r] = 0;
+        for (int key = 0; key < 32; key++) {
+            if (!(visible >> key & 1))
+                continue;
+            const pf_real weight = __shfl_sync(PF_WARP_ALL, p, key);
+            const char *value = pf_key_row(call, call.v, s, q.kv_head, first + key);
+            const pf_real factor = value_factor * pf_scale_at(call, call.v_scale, s, q.kv_head, first + key);
+#pragma unroll
+            for (int r = 0; r < PF_CAREFUL_REGISTERS; r++) {
+                const int64_t d = first_dim + lane + 32 * r;
+                if (d < call.head_dim_v)
+                    sums[r] += weight * (factor * pf_element(value, call.v.dtype, call.v.stride_dim, d));
+            }
+        }
+#pragma unroll
+        for (int r = 0; r < PF_CAREFUL_REGISTERS; r++)
+            state->o[r] = state->o[r] * alpha + sums[r];
+    }
+}
+
+PF_DEVICE void pf_careful_fold(const pf_call &call, const pf_sequence &s, const pf_query &q, int64_t lo,
+                               int64_t hi, int64_t first_dim, pf_real value_factor, pf_row_state *state) {
+    state->m = -(pf_real)pf_infinity();
+    state->l = 0;
+#pragma unroll
+    for (int r = 0; r < PF_CAREFUL_REGISTERS; r++)
+        state->o[r] = 0;
+    for (int side = 0; side < PF_NUM_SIDES; side++)
+        pf_careful_side(call, s, q, side, lo, hi, first_dim, value_factor, state);
+}
+
+/* Writes the outputs in `wanted`, a bit for each of the lane's registers, and the lse. Returns which are not
+ * finite. */
+PF_DEVICE unsigned pf_careful_store(const pf_call &call, const pf_sequence &s, const pf_query &q,
+                                    int64_t first_dim, pf_real value_factor, const pf_row_state *state,
+                                    unsigned wanted) {
+    const int lane = threadIdx.x % 32;
+    const double factor = pf_output_factor((double)state->m, (double)state->l, pf_sink_of(call, q.head));
+    char *row = pf_place(call.out, pf_query_offset(call.out, s, q.head, q.i));
+    unsigned broken = 0;
+#pragma unroll
+    for (int r = 0; r < PF_CAREFUL_REGISTERS; r++) {
+        const int64_t d = first_dim + lane + 32 * r;
+        if (d >= call.head_dim_v || !(wanted >> r & 1))
+            continue;
+        const pf_real x = pf_finished(state->o[r], (pf_real)(factor / (double)value_factor));
+        pf_store_out(call, row, d, x);
+        broken |= (unsigned)!pf_is_finite(x) << r;
+    }
+    if (first_dim == 0 && lane == 0)
+        pf_store_lse(call, s, q.head, q.i, (double)state->m, (double)state->l);
+    return broken;
+}
+
+/* All of one row. Values near the largest number may have an infinite sum, though not an infinite mean: what is
+ * not finite is summed up once more, smaller. */
+static __device__ __noinline__ void pf_careful_row(const pf_call &call, const pf_sequence &s, int64_t head,
+                                                   int64_t i) {
+    const pf_query q = pf_get_query(call, s, head, i);
+    for (int64_t first_dim = 0; first_dim < call.head_dim_v; first_dim += PF_CAREFUL_DIMS) {
+        unsigned wanted = ~0u;
+        for (int attempt = 0; attempt < 2; attempt++) {
+            const pf_real value_factor = attempt ? PF_SMALLER_VALUES : (pf_real)1;
+            pf_row_state state;
+            pf_careful_fold(call, s, q, 0, s.mask.num_keys, first_dim, value_factor, &state);
+            wanted = pf_careful_store(call, s, q, first_dim, value_factor, &state, wanted);
+            if (__all_sync(PF_WARP_ALL, wanted == 0))
+                break;
+        }
+    }
+}
+
+/* A row of a sequence whose indices cannot be. */
+PF_DEVICE void pf_store_bad_row(const pf_call &call, const pf_sequence &s, int64_t head, int64_t i) {
+    const int lane = threadIdx.x % 32;
+    char *row = pf_place(call.out, pf_query_offset(call.out, s, head, i));
+    for (int64_t d = lane; d < call.head_dim_v; d += 32)
+        pf_store_out(call, row, d, (pf_real)pf_nan());
+    if (lane == 0 && call.lse.data) {
+        char *place = pf_place(call.lse, pf_query_offset(call.lse, s, head, i));
+        if (call.lse.dtype == PF_F64)
+            *(double *)place = (double)pf_nan();
+        else
+            *(float *)place = pf_nan();
+    }
+}
+
+#endif
