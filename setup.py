@@ -240,7 +240,7 @@ if __name__ == "__main__":
         # A universal Python asks for two architectures in one compiler call; an ISA belongs to one.
         os.environ.setdefault("ARCHFLAGS", f"-arch {os.uname().machine}")
     setup(
-        packages=[*find_packages(include=["pyflash", "pyflash.*"]), "pyflash.gpu"],
+        packages=[*find_packages(include=["pyflash", "pyflash.*"]), "pyflash.gpu", "pyflash.gpu.shared"],
         libraries=[isa_library(isa) for isa in read_isas(ISA_TABLE)],
         ext_modules=[
             Extension(

@@ -29,14 +29,17 @@ struct pf_item {
 
 /* `heads` and `splits` are how many blocks there are along them. */
 PF_DEVICE pf_item pf_get_item(const pf_call &call, int64_t heads, int64_t splits) {
+    /* A grid has fewer than 2^31 blocks, and short numbers are divided several times as fast. */
+    const uint32_t num_rows = (uint32_t)call.row_blocks, num_heads = (uint32_t)heads;
+    const uint32_t num_splits = (uint32_t)splits;
+    uint32_t rest = blockIdx.x;
     pf_item item;
-    int64_t rest = blockIdx.x;
-    item.row_block = rest % call.row_blocks;
-    rest /= call.row_blocks;
-    item.head = rest % heads;
-    rest /= heads;
-    item.split = rest % splits;
-    item.sequence = rest / splits;
+    item.row_block = rest % num_rows;
+    rest /= num_rows;
+    item.head = rest % num_heads;
+    rest /= num_heads;
+    item.split = rest % num_splits;
+    item.sequence = rest / num_splits;
     return item;
 }
 
