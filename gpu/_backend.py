@@ -186,7 +186,7 @@ class CudaBackend:
         for name, value in step.fields:
             call[name] = value
         kernel = _compile.kernel(device, step.source)
-        device.launch(kernel, step.num_blocks, step.threads, step.shared_bytes, stream, call)
+        device.launch(kernel, (step.num_blocks, 1, 1), step.threads, step.shared_bytes, stream, call)
 
     def merge_states(self, args: MergeArgs) -> None:
         """Fill ``args.out`` and ``args.lse``."""

@@ -45,7 +45,7 @@ class Device(Protocol):
         """Return the kernel `name` of a source text without includes."""
 
     def launch(
-        self, kernel: Kernel, grid: int, threads: int, shared_bytes: int, stream: int, argument: Array
+        self, kernel: Kernel, grid: tuple[int, int, int], threads: int, shared_bytes: int, stream: int, argument: Array
     ) -> None:
         """Start a kernel whose only parameter is a struct, `argument`, by value."""
 
@@ -141,7 +141,7 @@ class _CupyDevice:
             return _CupyKernel(module.get_function(name))
 
     def launch(
-        self, kernel: Any, grid: int, threads: int, shared_bytes: int, stream: int, argument: Array
+        self, kernel: Any, grid: tuple[int, int, int], threads: int, shared_bytes: int, stream: int, argument: Array
     ) -> None:
         parameters = (ctypes.c_void_p * 1)(argument.ctypes.data)
         with self.current():
@@ -149,7 +149,7 @@ class _CupyDevice:
                 kernel.function.max_dynamic_shared_size_bytes = shared_bytes
                 kernel.shared_bytes = shared_bytes
             status = self._driver.cuLaunchKernel(
-                kernel.handle, grid, 1, 1, threads, 1, 1, shared_bytes, ctypes.c_void_p(stream), parameters, None
+                kernel.handle, *grid, threads, 1, 1, shared_bytes, ctypes.c_void_p(stream), parameters, None
             )
         if status:
             raise RuntimeError(f"CUDA could not launch a kernel of pyflash: {_driver_error(self._driver, status)}")

@@ -4,9 +4,10 @@
 #ifndef PF_PTX_CUH
 #define PF_PTX_CUH
 
+#define PF_DEVICE static __device__ __forceinline__
+
 #ifndef PF_EMULATED
 
-#define PF_DEVICE static __device__ __forceinline__
 #define PF_DYNAMIC_SHARED(name) extern __shared__ __align__(1024) unsigned char name[]
 
 /* 2^x; denormal results become 0. */
