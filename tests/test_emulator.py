@@ -300,8 +300,8 @@ FAULTS = {
     "a read behind an allocation": ("a[0] = a[1024 + t];", "read of address .*, 3968 bytes behind"),
     "a write just before an allocation": ("a[-1] = 5;", "wrote before an allocation of 128 bytes"),
     "a write behind dynamic shared memory": (
-        "PF_DYNAMIC_SHARED(x); x[256 + t] = 0;",
-        "write to address .*, 0 bytes behind the 256 bytes of dynamic shared memory",
+        "PF_DYNAMIC_SHARED(x); x[1024 + t] = 0;",
+        "write to address .*, 0 bytes behind the 1024 bytes of dynamic shared memory",
     ),
     "a null pointer": ("*(int *)(uintptr_t)a[t] = t;", r"write to address \(nil\)"),
     "an integer division by zero": ("a[t] = 5 / (a[t] - 0);", "division by zero"),
@@ -338,7 +338,7 @@ def test_faults_are_reported(monkeypatch, fault):
     monkeypatch.setenv("PYFLASH_EMULATOR_SECONDS", "0.2")
     body, reason = FAULTS[fault]
     with pytest.raises(EmulationError, match=reason):
-        launch(body, np.zeros(32, np.int32), shared=256)
+        launch(body, np.zeros(32, np.int32), shared=1024)
     # The emulator is as good as before.
     (got,) = launch("a[t] = __shfl_xor_sync(~0u, t, 1);", np.zeros(32, np.int32))
     assert got.tolist() == [t ^ 1 for t in range(32)]

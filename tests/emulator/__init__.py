@@ -163,7 +163,7 @@ class Device:
         self,
         kernel: Kernel,
         grid: tuple[int, int, int],
-        block: int,
+        threads: int,
         shared_bytes: int,
         stream: int,
         argument: np.ndarray,
@@ -171,8 +171,8 @@ class Device:
         """Run a kernel to its end; `argument` is the one struct that it takes, by value."""
         if not all(1 <= n <= most for n, most in zip(grid, MAX_GRID, strict=True)):
             raise EmulationError(f"{kernel.name}: a grid of {grid} blocks cannot be launched")
-        if not 1 <= block <= MAX_THREADS:
-            raise EmulationError(f"{kernel.name}: a block of {block} threads cannot be launched")
+        if not 1 <= threads <= MAX_THREADS:
+            raise EmulationError(f"{kernel.name}: a block of {threads} threads cannot be launched")
         static = kernel.static_shared_bytes
         if static > MAX_STATIC_SHARED or shared_bytes < 0 or static + shared_bytes > self.shared_bytes:
             raise EmulationError(
@@ -193,7 +193,7 @@ class Device:
                 ctypes.byref(kernel.entry),
                 packed.ctypes.data,
                 (ctypes.c_uint * 3)(*grid),
-                block,
+                threads,
                 shared_bytes,
                 seed,
                 seconds,
@@ -201,9 +201,9 @@ class Device:
             if failed:
                 raise EmulationError(runtime.pf_emu_message().decode(errors="replace"))
 
-    def allocate(self, nbytes: int, stream: int = 0) -> Memory:
+    def allocate(self, num_bytes: int, stream: int = 0) -> Memory:
         """Memory that nothing has been written to: 0xFF in every byte."""
-        return Memory(nbytes)
+        return Memory(num_bytes)
 
     def upload(self, array: np.ndarray, stream: int = 0) -> Memory:
         """A copy of an array, C-contiguous."""
@@ -226,6 +226,9 @@ class Device:
     def is_capturing(self, stream: int) -> bool:
         """Whether a graph is being captured, which there is none of here."""
         return False
+
+    def wait_for(self, stream: int, other: int) -> None:
+        """Order two streams, which they are."""
 
 
 class Platform:

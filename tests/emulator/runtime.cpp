@@ -688,8 +688,8 @@ int pf_emu_launch(const pf_emu_kernel *which, const void *its_argument, const un
     pf_emu_block_dim = dim3(block);
     pf_emu_grid_dim = dim3(grid[0], grid[1], grid[2]);
     dynamic_bytes = shared_bytes;
-    /* 128 bytes is what sources may lean on. */
-    pf_emu_shared = (unsigned char *)shared_base + SHARED_CAPACITY - (shared_bytes + 127) / 128 * 128;
+    /* At a multiple of what PF_DYNAMIC_SHARED promises. */
+    pf_emu_shared = (unsigned char *)shared_base + SHARED_CAPACITY - (shared_bytes + 1023) / 1024 * 1024;
     shuffled = seed != 0;
     random_state = seed * 0x9e3779b97f4a7c15ull | 1;
     const uint64_t num_blocks = (uint64_t)grid[0] * grid[1] * grid[2];
