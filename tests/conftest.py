@@ -2,6 +2,9 @@
 
 Which ones those are is a test of its own, in `test_backends`, that is skipped with the reason for each
 one that is missing: one skip a backend instead of thousands.
+
+With ``PYFLASH_TEST_EMULATED_CUDA=1`` the kernels of the backend "cuda" run on the CPU where there is no GPU,
+much slower; without, `pyflash` is as its users have it.
 """
 
 from __future__ import annotations
@@ -17,6 +20,23 @@ from unittest import mock
 import pytest
 
 import pyflash
+
+
+def _emulate_cuda() -> None:
+    """Put the emulator in the place of a GPU that is not there, for this process."""
+    import emulator
+
+    from pyflash.gpu import _device
+
+    if _device.platform.unavailable() is None:
+        return
+    _device.platform = emulator.Platform()
+    if (reason := _device.platform.unavailable()) is not None:
+        raise pytest.UsageError(f"PYFLASH_TEST_EMULATED_CUDA: {reason}")
+
+
+if os.environ.get("PYFLASH_TEST_EMULATED_CUDA", "0") != "0":
+    _emulate_cuda()
 
 #: Test id -> what picks the backend in a call. A backend that is not here is not tested.
 BACKENDS: dict[str, dict[str, Any]] = {
