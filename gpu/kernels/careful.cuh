@@ -59,8 +59,7 @@ PF_DEVICE pf_real pf_product(const pf_call &call, const pf_sequence &s, const pf
         sum += pf_element(query, call.q.dtype, call.q.stride_dim, d) *
                (scale * pf_element(key, call.k.dtype, call.k.stride_dim, d));
     if (call.q_scale.data)
-        sum *= (pf_real)pf_number_at(call.q_scale, s.index * call.q_scale.stride_batch +
-                                                       q.kv_head * call.q_scale.stride_head);
+        sum *= (pf_real)((const float *)call.q_scale.data)[pf_query_offset(call.q_scale, s, q.head, q.i)];
     return sum;
 }
 
