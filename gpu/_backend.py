@@ -24,6 +24,8 @@ from .._description import (
     StatsArgs,
 )
 from .._errors import BackendUnavailable, invalid, unsupported
+from .._layout import row_blocks, sequences
+from .._masks import key_tiles
 from . import _compile, _device, _launch, _plan
 
 _UNCHECKED = {"block_table": 1, "spans": 2, "tree": 4}
@@ -145,11 +147,18 @@ class CudaBackend:
             expressions=expressions,
         )
 
+    def _plan(self, problem: _plan.Problem) -> _plan.Plan:
+        plan = _plan.plan(problem)
+        if problem.tile not in (None, plan.tile):
+            where = f"the {plan.kernel} kernel of the cuda backend"
+            raise unsupported("tile", repr(problem.tile), where, f"leave it out: its tiles have {plan.tile} keys")
+        return plan
+
     def attention(self, args: AttentionArgs, *, again: Arrays | None = None) -> Repeat | None:
         """Fill ``args.out`` and ``args.lse``."""
-        device, stream = self._device_of(args.q, args)
+        device, stream = self._device_of(args.q, (*args, *(args.spans or ())))
         problem = self._problem(args, device)
-        plan = _plan.plan(problem)
+        plan = self._plan(problem)
         if not args.out.size:
             return None
         places = _Places(device, stream)
@@ -197,13 +206,14 @@ class CudaBackend:
 
     def explain(self, args: AttentionArgs) -> Explanation:
         """Say what `attention` would do, without doing it."""
-        device, _ = self._device_of(args.q, args)
+        device, _ = self._device_of(args.q, (*args, *(args.spans or ())))
         problem = self._problem(args, device)
-        plan = _plan.plan(problem)
+        plan = self._plan(problem)
         rows = "family: asked for" if args.family is not None else (
             f"family: decode up to {_plan.DECODE_MAX_ROWS} query rows per key/value head "
             f"({problem.group} per query)"
         )
+        total, seen, told = _tiles(args, plan)
         return Explanation(
             backend=self.name,
             kernel=plan.kernel,
@@ -214,11 +224,24 @@ class CudaBackend:
             num_splits=plan.max_splits,
             num_items=plan.steps[0].num_blocks,
             num_threads=plan.steps[0].threads,
-            tiles_total=0,
-            tiles_skipped=0,
+            tiles_total=total,
+            tiles_skipped=total - seen,
             workspace_bytes=_plan.workspace_bytes(problem, plan),
-            reasons=(f"isa: {device.name}", rows, *plan.reasons),
+            reasons=(f"isa: {device.name}", rows, *plan.reasons, *told),
         )
+
+
+def _tiles(args: AttentionArgs, plan: _plan.Plan) -> tuple[int, int, tuple[str, ...]]:
+    """Return the key tiles of all work items and those that some row of the item sees, and what to add."""
+    if any(map(_any_on_device, args._replace(q=None, k=None, v=None, out=None, lse=None))):  # type: ignore[arg-type]
+        return 0, 0, ("tiles: not counted, since lengths or masks lie on the device",)
+    total = seen = 0
+    for sequence in sequences(args):
+        tiles = -(-sequence.seqlen_kv // plan.tile)
+        for block in row_blocks(args, sequence, plan.rows_per_item):
+            total += tiles
+            seen += sum(1 for _ in key_tiles(args, block, 0, sequence.seqlen_kv, plan.tile))
+    return total, seen, ()
 
 
 def _any_on_device(value: Any) -> bool:
