@@ -13,7 +13,7 @@ from calls import assert_same_bits, bits, normal, numpy_dtype, pages_of, prefix_
 from fake_cuda import FakeArray, FakeBackend, FakeCuda, on_host, read
 
 import pyflash
-from pyflash import _arrays, _backends, _checks
+from pyflash import _arrays, _backends
 from pyflash._device_array import DeviceArray
 
 F4 = np.float32
@@ -50,119 +50,6 @@ def back(x):
     if isinstance(x, tuple):
         return tuple(back(part) for part in x)
     return x.memory if isinstance(x, FakeArray) else x
-
-
-@pytest.fixture
-def seen(cuda):
-    """An array of 2 x 3 x 4 numbers on the GPU, as the checks see it."""
-    return cuda.see("x", FakeArray(np.arange(24, dtype=F4).reshape(2, 3, 4)))
-
-
-VIEWS = {
-    "slice": lambda x: x[1:, ::-1, None, 1],
-    "integer": lambda x: x[-1],
-    "ellipsis": lambda x: x[..., np.int64(2)],
-    "transpose": lambda x: x.transpose(2, 0, 1),
-    "T": lambda x: x.T,
-    "swapaxes": lambda x: np.swapaxes(x, 0, 2),
-    "swapaxes method": lambda x: x.swapaxes(-3, -2),
-    "moveaxis": lambda x: np.moveaxis(x, 0, -1),
-    "expand_dims": lambda x: np.expand_dims(x, (0, 2)),
-    "squeeze": lambda x: x[:1].squeeze(0),
-    "broadcast": lambda x: np.broadcast_to(x, (5, 2, 3, 4)),
-    "type": lambda x: x.view(np.int32),
-    "wider type": lambda x: x.view(np.float64),
-    "reshape": lambda x: x.reshape(6, 4),
-    "reshape to what fits": lambda x: x.reshape((2, -1)),
-    "reshape strided": lambda x: x[:, ::2].reshape(2, 1, 2, 4),
-    "diagonal": lambda x: x.diagonal(),
-    "empty": lambda x: x[:, 1:1],
-}
-
-
-@pytest.mark.parametrize("name", VIEWS)
-def test_views_have_the_layout_of_numpy(seen, name):
-    view, want = VIEWS[name](seen), VIEWS[name](read(seen))
-    assert type(view) is DeviceArray
-    assert (view.shape, view.strides, view.dtype) == (want.shape, want.strides, want.dtype)
-    assert not view.size or view.address == want.__array_interface__["data"][0]
-    assert (view.kind, view.owner, view.device) == (seen.kind, seen.owner, 0)
-    assert not view.is_whole and seen.is_whole and seen[:].is_whole
-
-
-READS = {
-    "item": lambda x: x[0, 0, 0].item(),
-    "element": lambda x: x[0, 1, 2],
-    "item method": lambda x: x.item(0),
-    "tolist": lambda x: x.tolist(),
-    "tobytes": lambda x: x.tobytes(),
-    "copy": lambda x: x.copy(),
-    "numpy.copy": np.copy,
-    "astype": lambda x: x.astype(np.float64),
-    "sum": lambda x: x.sum(),
-    "numpy.sum": np.sum,
-    "max": lambda x: x.max(initial=0),
-    "add": lambda x: x + 1,
-    "radd": lambda x: np.ones(4, F4) + x,
-    "iadd": lambda x: x.__iadd__(1),
-    "equal": lambda x: x == 0,
-    "less": lambda x: x < 0,
-    "matmul": lambda x: x @ x,
-    "bool": bool,
-    "float": lambda x: float(x[:1, :1, :1].reshape(())),
-    "index": lambda x: range(x[:1, :1, :1].reshape(())),
-    "iteration": list,
-    "in": lambda x: 1 in x,
-    "mask": lambda x: x[np.ones((2, 3, 4), bool)],
-    "fancy": lambda x: x[[0, 1]],
-    "fancy with an array": lambda x: x[np.array([0])],
-    "True": lambda x: x[True],
-    "setitem": lambda x: x.__setitem__(0, 1),
-    "fill": lambda x: x.fill(0),
-    "sort": lambda x: x.sort(),
-    "flat": lambda x: x.flat,
-    "data": lambda x: x.data,
-    "ravel": lambda x: x.ravel(),
-    "reshape that copies": lambda x: x.T.reshape(24),
-    "diff": np.diff,
-    "isfinite": np.isfinite,
-    "argwhere": np.argwhere,
-    "concatenate": lambda x: np.concatenate([x, x]),
-    "array_equal": lambda x: np.array_equal(x, x),
-    "numpy.copyto": lambda x: np.copyto(x, 0),
-    "pickle": lambda x: x.__reduce_ex__(4),
-    "dlpack": lambda x: x.__dlpack__(),
-    "take": lambda x: x.take(0),
-    "out": lambda x: np.add(np.zeros((2, 3, 4), F4), 1, out=x),
-}
-
-
-@pytest.mark.parametrize("name", READS)
-def test_what_touches_elements_is_refused(seen, name):
-    with pytest.raises(TypeError, match=r"would touch the elements of an array of shape .* on GPU 0"):
-        READS[name](seen)
-
-
-def test_what_can_be_said_of_an_array_without_reading_it(seen):
-    assert repr(seen) == f"{seen}" == "<DeviceArray on GPU 0: shape (2, 3, 4), dtype float32>"
-    assert len(seen) == 2 and seen.nbytes == 96
-    assert np.may_share_memory(seen, seen[1]) and np.shares_memory(seen[0], seen)
-    assert not np.shares_memory(seen[0], seen[1])
-    assert _checks.may_overlap(seen[:, 1:], seen[1]) and not _checks.may_overlap(seen[0], seen[1])
-    assert _checks.overlaps_itself(np.broadcast_to(seen, (2, 2, 3, 4)))
-    assert _checks.describe(seen) == "an array of shape (2, 3, 4) and dtype float32"
-
-
-def test_arrays_of_nothing_and_of_types_that_numpy_does_not_have(cuda):
-    for dtype in ("bfloat16", "float8_e4m3fn", "float8_e5m2", "int8"):
-        x = np.ones((3, 2), numpy_dtype(dtype))
-        view = cuda.see("x", FakeArray(x[:, ::-1]))
-        assert view.dtype == x.dtype and view.strides == x[:, ::-1].strides
-        assert np.array_equal(bits(read(view)), bits(x))
-    from pyflash._device_array import over_device
-
-    nothing = over_device(0, (0, 4), None, np.dtype(F4), kind=cuda, owner=None, device=1)
-    assert nothing.shape == (0, 4) and nothing[:, 1:].shape == (0, 3) and nothing.device == 1
 
 
 def test_numpy_arrays_and_whatever_is_no_array_are_seen_as_they_are():
