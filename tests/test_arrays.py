@@ -13,7 +13,7 @@ from calls import assert_same_bits, bits, normal, numpy_dtype, pages_of, prefix_
 from fake_cuda import FakeArray, FakeBackend, FakeCuda, on_host, read
 
 import pyflash
-from pyflash import _arrays, _backends
+from pyflash import _args, _arrays, _backends
 from pyflash._device_array import DeviceArray
 
 F4 = np.float32
@@ -457,6 +457,8 @@ def test_statistics_on_the_gpu(gpu, cuda, index):
     strided = FakeArray(np.ascontiguousarray(lse.astype(np.float64)[..., ::-1])[..., ::-1])
     q, k, _ = on_gpu(arrays).values()
     got = pyflash.attention_stats(q, k, strided, **options, rows=rows, top_k=2)
+    given = gpu.calls[-1].lse
+    assert given.dtype == F4 and given.flags.c_contiguous
     for name, one, other in zip(want._fields, got, want, strict=True):
         assert type(one) is FakeArray
         assert np.array_equal(one.memory, other), name
@@ -805,6 +807,15 @@ def test_tensors_in_every_function(torch, any_isa):
     pyflash.append_kv(token, token, pool, pool.clone(), seq_lens=tensor(np.array([0, 3])), **any_isa.kwargs)
     assert torch.equal(pool[0, 0], token[0]) and torch.equal(pool[1, 3], token[1])
     assert not pool[0, 1:].any()
+
+
+def test_one_scale_for_both_stays_one(torch):
+    """Values that lie in keys are converted once; with two scales they would be others."""
+    scale, x = torch.ones(2), torch.zeros((1, 4, 2, 8))
+    args = _args.dense(x, x, x, backend="c", k_scale=scale, v_scale=scale).args
+    assert args.k_scale is args.v_scale
+    args = _args.dense(x, x, x, backend="c", k_scale=scale, v_scale=scale.clone()).args
+    assert args.k_scale is not args.v_scale
 
 
 def test_tensors_that_are_refused(torch):
