@@ -82,6 +82,10 @@ def flash_attention(
 
     Notes
     -----
+    Arrays may be of NumPy, CuPy or PyTorch, or anything with DLPack or an array interface. They are
+    used where they lie, without copies, and the result is of the kind of `q`. On a GPU all of them lie
+    on that of `q`, but for index arrays and what is small, which may be NumPy's.
+
     The C backend computes float64 in float64 and everything else in float32, NumPy all in
     float64. A key that a row may not see does not reach it, even when it holds NaN. With the
     default options, the bits of a row do not depend on threads, on other sequences or, within

@@ -54,11 +54,12 @@ class DeviceArray(np.ndarray[Any, np.dtype[Any]]):
     kind: DeviceKind
     owner: Any
     device: int = 0  # type: ignore[assignment] # NumPy's own says "cpu"
-    _as_given: tuple[Any, ...]
+    _as_given: tuple[Any, ...] = ()
 
     def __array_finalize__(self, other: Any) -> None:
-        for name in ("kind", "owner", "device", "_as_given"):
-            setattr(self, name, getattr(other, name, None))
+        if isinstance(other, DeviceArray):
+            self.kind, self.owner, self.device = other.kind, other.owner, other.device
+            self._as_given = other._as_given
 
     @property
     def address(self) -> int:
