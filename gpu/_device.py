@@ -11,8 +11,6 @@ import os
 import sys
 from typing import Any, Protocol
 
-import numpy as np
-
 from .._description import Array
 
 #: The oldest architecture that the kernels are written for.

@@ -25,7 +25,6 @@ import pyflash
 def _emulate_cuda() -> None:
     """Put the emulator in the place of a GPU that is not there, for this process."""
     import emulator
-
     from pyflash.gpu import _device
 
     if _device.platform.unavailable() is None:

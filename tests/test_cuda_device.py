@@ -442,7 +442,11 @@ pyflash.flash_attention(q, q, q, backend="cuda")
 def test_a_child_of_a_fork_says_why_it_cannot():
     variables = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(FORKED)], env=variables, capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", textwrap.dedent(FORKED)],
+        env=variables,
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
 

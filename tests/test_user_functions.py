@@ -26,8 +26,12 @@ FUNCTIONS = {
     "constant": dict(score_mod=UserFunction(lambda s, b, h, i, j: 0.0 * j, "0", of_score=True)),
     "nothing seen": dict(mask_mod=UserFunction(lambda b, h, i, j: j < 0, "key < 0", of_score=False)),
     "all seen": dict(mask_mod=UserFunction(lambda b, h, i, j: j >= 0, "true", of_score=False)),
-    "one dimension": dict(mask_mod=UserFunction(lambda b, h, i, j: j % 5 == 2, "key % 5 == 2", of_score=False)),
-    "query alone": dict(mask_mod=UserFunction(lambda b, h, i, j: i % 2 == 0, "query % 2 == 0", of_score=False)),
+    "one dimension": dict(
+        mask_mod=UserFunction(lambda b, h, i, j: j % 5 == 2, "key % 5 == 2", of_score=False)
+    ),
+    "query alone": dict(
+        mask_mod=UserFunction(lambda b, h, i, j: i % 2 == 0, "query % 2 == 0", of_score=False)
+    ),
     "after the cap": dict(
         score_mod=UserFunction(lambda s, b, h, i, j: 3 * s, "3 * score", of_score=True), softcap=0.5
     ),
