@@ -235,6 +235,7 @@ def _tiles(args: AttentionArgs, plan: _plan.Plan) -> tuple[int, int, tuple[str, 
     """Return the key tiles of all work items and those that some row of the item sees, and what to add."""
     if any(map(_any_on_device, args._replace(q=None, k=None, v=None, out=None, lse=None))):  # type: ignore[arg-type]
         return 0, 0, ("tiles: not counted, since lengths or masks lie on the device",)
+    args = args._replace(score_mod=None, mask_mod=None)  # expressions, which hide no whole tile as far as is known
     total = seen = 0
     for sequence in sequences(args):
         tiles = -(-sequence.seqlen_kv // plan.tile)

@@ -1,4 +1,4 @@
-"""What only a GPU can show: arrays of CuPy and PyTorch, streams, graphs, devices, leaks. Skipped without one."""
+"""What only a GPU can show: arrays of CuPy and PyTorch, streams, graphs, devices, leaks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import gc
 import os
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +89,7 @@ def moved(call: Any, to: Any) -> tuple[list[Any], dict[str, Any]]:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", CALLS)
 def test_arrays_of_cupy(cupy, name, dtype):
-    """All arrays on the device, lengths and tables too: the result is CuPy's, with the bits of a copied call."""
+    """All arrays on the device, lengths and tables too: the result is CuPy's."""
     call = CALLS[name](dtype)
     want = run(call, CUDA)
     assert_matches(*want, call)
@@ -389,7 +388,7 @@ def test_two_devices(cupy):
 def test_arrays_on_a_device_are_refused_by_other_backends(cupy):
     q = cupy.zeros((1, 3, 2, 8), np.float32)
     for backend in ("c", "numpy"):
-        with pytest.raises(pyflash.UnsupportedError, match="^q: "):
+        with pytest.raises(pyflash.UnsupportedError, match=r"^q: "):
             pyflash.flash_attention(q, q, q, backend=backend)
 
 
@@ -407,16 +406,16 @@ def test_memory_is_flat(cupy):
             q, k = cupy.ones((1, 1 + i % 40, 2, 64), np.float16), cupy.ones((1, 50 + i, 2, 64), np.float16)
             pyflash.flash_attention(q, k, k, causal=True, scale=i / 7)
 
-    def free() -> int:
+    def used() -> int:
         cupy.cuda.Device().synchronize()
         gc.collect()
         cupy.get_default_memory_pool().free_all_blocks()
-        return int(cupy.cuda.runtime.memGetInfo()[0])
+        return int(cupy.get_default_memory_pool().total_bytes())
 
     same(100), new(0)
-    before, files = free(), len(os.listdir("/proc/self/fd"))
+    before, files = used(), len(os.listdir("/proc/self/fd"))
     same(2000), new(300)
-    assert before - free() <= 4 << 20
+    assert used() - before <= 1 << 20
     assert len(os.listdir("/proc/self/fd")) == files
     assert all(len(loaded.kernels) <= _compile.CAPACITY for loaded in _compile._loaded.values())
 
