@@ -198,5 +198,5 @@ def over_device(
     """Return the description of an array of the caller's on a device."""
     array = over_memory(address, shape, strides, dtype, owner=owner, readonly=readonly).view(DeviceArray)
     array.kind, array.owner, array.device = kind, owner, device
-    array._as_given = (array.address, array.shape, array.strides, array.dtype)
+    array._as_given = (address or _NOWHERE, shape, array.strides, dtype)
     return array
