@@ -181,6 +181,7 @@ class CudaBackend:
                 if args.workspace.nbytes < needed:
                     raise invalid("workspace", f"{args.workspace.nbytes} bytes", f"at least {needed}")
                 call["partial"] = places.place(args.workspace)[0]
+        _compile.warm_up(device, [step.source for step in plan.steps])
         for step in plan.steps:
             self._launch(device, stream, step, call)
         places.fetch()
