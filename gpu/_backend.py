@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from .. import _arrays
 from .._arrays import DeviceArray
 from .._description import (
@@ -22,60 +20,10 @@ from .._description import (
     Repeat,
     StatsArgs,
 )
-from .._errors import BackendUnavailable, invalid, unsupported
-from . import _compile, _device, _launch, _plan
+from .._errors import BackendUnavailable, invalid
+from . import _compile, _device, _launch, _operations, _places, _plan
 
-_UNCHECKED = {"block_table": 1, "spans": 2, "tree": 4}
 _ALIGNMENT = 16
-
-
-class _Places(_launch.Places):
-    """Puts arrays of host memory onto the device, each once, and takes results back."""
-
-    def __init__(self, device: _device.Device, stream: int) -> None:
-        self.device, self.stream = device, stream
-        self._kept: dict[int, tuple[Array, int, tuple[int, ...], Any]] = {}
-        self._results: list[tuple[Array, Array, int]] = []
-
-    def place(self, array: Array) -> tuple[int, tuple[int, ...]]:
-        if isinstance(array, DeviceArray):
-            return array.ctypes.data, array.strides
-        found = self._kept.get(id(array))
-        if found is None:
-            # Broadcast axes stay so: what a stride of 0 repeats is copied once.
-            axes = [slice(None, 1) if s == 0 else slice(None) for s in array.strides]
-            part = np.ascontiguousarray(array[tuple(axes)])
-            memory = self._upload(part)
-            strides = tuple(
-                0 if given == 0 else own for given, own in zip(array.strides, part.strides, strict=True)
-            )
-            found = self._kept[id(array)] = array, memory.address, strides, memory
-        return found[1:3]
-
-    def _upload(self, array: Array) -> _device.Memory:
-        if self.device.is_capturing(self.stream):
-            raise unsupported(
-                "stream", "a stream that is being captured", "arrays in host memory", "put them on the device"
-            )
-        return self.device.upload(array, self.stream)
-
-    def result(self, array: Array, *, holds: bool = False) -> Array:
-        """Return an array of the same shape to be written on the device; `fetch` brings it back.
-
-        holds : whether the kernels read it, or leave parts of it as they are.
-        """
-        if isinstance(array, DeviceArray):
-            return array
-        copy = np.array(array, order="C") if holds else np.empty(array.shape, array.dtype)
-        address, _ = self.place(copy)
-        self._results.append((array, copy, address))
-        return copy
-
-    def fetch(self) -> None:
-        """Wait for the results that belong into host memory and put them there."""
-        for array, copy, address in self._results:
-            self.device.download(address, copy, self.stream)
-            array[...] = copy
 
 
 class _Prepared(NamedTuple):
@@ -157,14 +105,11 @@ class CudaBackend:
         plan = _plan.plan(problem)
         if not args.out.size:
             return None
-        places = _Places(device, stream)
-        unchecked = sum(
-            bit for name, bit in _UNCHECKED.items() if _any_on_device(getattr(args, name))
-        )
+        places = _places.Places(device, stream)
         here = args._replace(
             out=places.result(args.out), lse=None if args.lse is None else places.result(args.lse)
         )
-        call = _launch.pack(here, places, unchecked)
+        call = _launch.pack(here, places, _places.unchecked(args))
         call["max_splits"] = plan.max_splits
         call["num_splits"], call["split_keys"] = plan.num_splits, plan.split_keys
         needed = _plan.workspace_bytes(problem, plan)
@@ -190,15 +135,19 @@ class CudaBackend:
 
     def merge_states(self, args: MergeArgs) -> None:
         """Fill ``args.out`` and ``args.lse``."""
-        raise NotImplementedError
+        device, stream = self._device_of(args.parts, args.part_lse, args.out, args.lse)
+        _operations.merge_states(device, stream, _places.Places(device, stream), args)
 
     def append_kv(self, args: AppendArgs) -> None:
         """Write the tokens into the caches."""
-        raise NotImplementedError
+        device, stream = self._device_of(args.k, args.v, args.k_cache, args.v_cache)
+        _operations.append_kv(device, stream, _places.Places(device, stream), args)
 
     def attention_stats(self, args: StatsArgs) -> None:
         """Fill the results in `args` that are not None."""
-        raise NotImplementedError
+        device, stream = self._device_of(args.attention.q, args.attention.k, args.lse)
+        problem = self._problem(args.attention, device)
+        _operations.attention_stats(device, stream, _places.Places(device, stream), args, problem)
 
     def explain(self, args: AttentionArgs) -> Explanation:
         """Say what `attention` would do, without doing it."""
@@ -224,12 +173,6 @@ class CudaBackend:
             workspace_bytes=_plan.workspace_bytes(problem, plan),
             reasons=(f"isa: {device.name}", rows, *plan.reasons),
         )
-
-
-def _any_on_device(value: Any) -> bool:
-    if isinstance(value, tuple):
-        return any(map(_any_on_device, value))
-    return isinstance(value, DeviceArray)
 
 
 def _is_aligned(array: Array) -> bool:
