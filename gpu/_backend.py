@@ -40,7 +40,7 @@ class CudaBackend:
         """Return why no GPU can be used, None if one can."""
         return _device.platform.unavailable()
 
-    def _device_of(self, *arrays: Array | None) -> tuple[_device.Device, int]:
+    def _device_of(self, *arrays: Any) -> tuple[_device.Device, int]:
         """Return the device of a call and the stream of its arrays."""
         if (reason := self.unavailable()) is not None:
             raise BackendUnavailable(f"backend: 'cuda' is not available: {reason}")
@@ -49,7 +49,7 @@ class CudaBackend:
             device = _device.platform.device(_device.platform.current_device())
             return device, device.stream()
         device = _device.platform.device(there[0].device)
-        stream, others = _arrays.streams_of(there)
+        stream, others = _arrays.streams_of(there[0], there)
         for other in others:
             device.wait_for(stream, other)
         return device, stream
@@ -135,17 +135,17 @@ class CudaBackend:
 
     def merge_states(self, args: MergeArgs) -> None:
         """Fill ``args.out`` and ``args.lse``."""
-        device, stream = self._device_of(args.parts, args.part_lse, args.out, args.lse)
+        device, stream = self._device_of(*args)
         _operations.merge_states(device, stream, _places.Places(device, stream), args)
 
     def append_kv(self, args: AppendArgs) -> None:
         """Write the tokens into the caches."""
-        device, stream = self._device_of(args.k, args.v, args.k_cache, args.v_cache)
+        device, stream = self._device_of(*args)
         _operations.append_kv(device, stream, _places.Places(device, stream), args)
 
     def attention_stats(self, args: StatsArgs) -> None:
         """Fill the results in `args` that are not None."""
-        device, stream = self._device_of(args.attention.q, args.attention.k, args.lse)
+        device, stream = self._device_of(args.attention.q, *args.attention, *args)
         problem = self._problem(args.attention, device)
         _operations.attention_stats(device, stream, _places.Places(device, stream), args, problem)
 

@@ -13,6 +13,6 @@ class DeviceArray(np.ndarray[Any, np.dtype[Any]]):
     device = 0
 
 
-def streams_of(arrays: Any) -> tuple[int, list[int]]:
+def streams_of(first: Any, others: Any) -> tuple[int, list[int]]:
     """Return the stream of the first array and those to wait for."""
     return 0, []

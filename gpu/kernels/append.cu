@@ -1,13 +1,15 @@
 /* New keys and values into a cache, keys rotated on the way if there are angles. Each token is widened to the
- * compute type, rotated, divided by its scale, and rounded once to the cache's type: the arithmetic, and so the
- * bits, of c_src/driver/append.c. Nothing that an index on the device says is believed: a token that has no place
- * in the cache is skipped, and with it its whole sequence. */
+ * compute type, rotated, divided by its scale, and rounded once to the cache's type: the arithmetic, and so
+ * the bits, of c_src/driver/append.c. Nothing that an index on the device says is believed: a token that has
+ * no place in the cache is skipped, and with it its whole sequence. */
 #include "append.cuh"
 #include "careful.cuh"
 #include "codes.cuh"
 
-/* Where the tokens of sequences go: one block a sequence. Every token gets a slot, -1 where it has no place. */
-extern "C" __global__ void __launch_bounds__(256) pf_append_places(const __grid_constant__ pf_append_call call) {
+/* Where the tokens of sequences go: one block a sequence. Every token gets a slot, -1 where it has no place.
+ */
+extern "C" __global__ void __launch_bounds__(256)
+    pf_append_places(const __grid_constant__ pf_append_call call) {
     int64_t *slots = (int64_t *)call.found, *positions = slots + call.num_tokens;
     for (int64_t b = blockIdx.x; b < call.batch; b += gridDim.x) {
         int64_t lo = b * (call.num_tokens / call.batch), hi = lo + call.num_tokens / call.batch;
@@ -57,7 +59,8 @@ PF_DEVICE int64_t pf_slot_of(const pf_append_call &call, int64_t t) {
 }
 
 /* Of two tokens for one place the later one stays: takes the slots of those of a block's tokens that come too
- * early. Every block reads the slots of all later tokens, once for all of its own, and compares few of them. */
+ * early. Every block reads the slots of all later tokens, once for all of its own, and compares few of them.
+ */
 PF_DEVICE void pf_drop_replaced(const pf_append_call &call, int64_t first, int count, int64_t *slots) {
     __shared__ uint32_t marks[PF_MARKS / 32], dropped[PF_MOST_TOKENS / 32];
     for (int i = threadIdx.x; i < PF_MARKS / 32; i += blockDim.x)
@@ -101,8 +104,8 @@ PF_DEVICE pf_real pf_source(const pf_append_row &row, int64_t d) {
     return pf_element(row.from, row.from_dtype, row.from_stride, d);
 }
 
-/* Element d, rotated. Pair i is (x[2i], x[2i + 1]) or (x[i], x[i + num_pairs]). No product may be fused with the
- * sum: the C backend does not. */
+/* Element d, rotated. Pair i is (x[2i], x[2i + 1]) or (x[i], x[i + num_pairs]). No product may be fused with
+ * the sum: the C backend does not. */
 PF_DEVICE pf_real pf_rotated(const pf_append_call &call, const pf_append_row &row, int64_t d) {
     const pf_real x = pf_source(row, d);
     if (d >= row.num_rotated)
@@ -117,8 +120,8 @@ PF_DEVICE pf_real pf_rotated(const pf_append_call &call, const pf_append_row &ro
     return (pf_real)__dadd_rn(__dmul_rn((double)x, cos), second ? __dmul_rn(y, sin) : -__dmul_rn(y, sin));
 }
 
-/* The scale of a row that maps its largest number to the largest code. What is not finite has none: it gets codes
- * of 0 and a scale that shows. */
+/* The scale of a row that maps its largest number to the largest code. What is not finite has none: it gets
+ * codes of 0 and a scale that shows. */
 PF_DEVICE float pf_choose_scale(const pf_append_call &call, const pf_append_row &row) {
     float largest = 0;
     bool finite = true;
@@ -145,8 +148,8 @@ PF_DEVICE void pf_store_row(const pf_append_call &call, const pf_append_row &row
     };
     if (row.to_dtype == PF_I4) {
         for (int64_t i = lane; i < row.num_dims / 2; i += 32)
-            row.to[i * row.to_stride] = (char)(pf_code((float)number(2 * i), PF_I4) |
-                                               pf_code((float)number(2 * i + 1), PF_I4) << 4);
+            row.to[i * row.to_stride] =
+                (char)(pf_code((float)number(2 * i), PF_I4) | pf_code((float)number(2 * i + 1), PF_I4) << 4);
     } else if (pf_largest_code(row.to_dtype) > 0) {
         for (int64_t d = lane; d < row.num_dims; d += 32)
             row.to[d * row.to_stride] = (char)pf_code((float)number(d), row.to_dtype);
@@ -162,8 +165,8 @@ PF_DEVICE void pf_append_one(const pf_append_call &call, int64_t t, int64_t slot
     const int64_t page = pf_quotient(slot, call.page_size), place = slot - page * call.page_size;
     pf_append_row row;
     row.from = pf_place(x, t * x.stride_token + head * x.stride_head);
-    row.to = pf_place(cache,
-                      page * cache.stride_batch + place * cache.stride_token + head * cache.stride_head);
+    row.to =
+        pf_place(cache, page * cache.stride_batch + place * cache.stride_token + head * cache.stride_head);
     row.from_dtype = x.dtype;
     row.from_stride = x.stride_dim;
     row.to_dtype = cache.dtype;
@@ -189,7 +192,8 @@ PF_DEVICE void pf_append_one(const pf_append_call &call, int64_t t, int64_t slot
     pf_store_row(call, row, scales.data != 0, scale);
 }
 
-/* Tokens to their slots: a block has a run of tokens, or some of the heads of one; a warp one row at a time. */
+/* Tokens to their slots: a block has a run of tokens, or some of the heads of one; a warp one row at a time.
+ */
 extern "C" __global__ void __launch_bounds__(256) pf_append(const __grid_constant__ pf_append_call call) {
     __shared__ int64_t slots[PF_MOST_TOKENS];
     const int64_t run = pf_quotient(blockIdx.x, call.blocks_per_run);

@@ -1,5 +1,5 @@
-/* Numbers to the codes of stored types that come with a scale: to nearest, ties to even, saturated. The twin of
- * c_src/driver/quantise.h. */
+/* Numbers to the codes of stored types that come with a scale: to nearest, ties to even, saturated. The twin
+ * of c_src/driver/quantise.h. */
 #ifndef PF_CODES_CUH
 #define PF_CODES_CUH
 

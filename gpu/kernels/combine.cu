@@ -1,5 +1,5 @@
-/* The states of all splits of a row, merged along the fixed binary tree of their indices, and the row finished.
- * One warp a row. */
+/* The states of all splits of a row, merged along the fixed binary tree of their indices, and the row
+ * finished. One warp a row. */
 #include "careful.cuh"
 #include "tree.cuh"
 
@@ -13,7 +13,8 @@ PF_DEVICE void pf_combine_row(const pf_call &call, const pf_sequence &s, int64_t
         pf_tree tree;
         tree.depth = 0;
         for (int64_t split = 0; split < num_splits; split++)
-            pf_tree_push(&tree, split, num_splits, *pf_partial_m(call, split, row), *pf_partial_l(call, split, row),
+            pf_tree_push(&tree, split, num_splits, *pf_partial_m(call, split, row),
+                         *pf_partial_l(call, split, row),
                          d < call.head_dim_v ? pf_partial_o(call, split, row)[d] : (pf_real)0);
         const double factor = pf_output_factor((double)tree.m[0], (double)tree.l[0], sink);
         const pf_real x = pf_finished(tree.o[0], (pf_real)factor);

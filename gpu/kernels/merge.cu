@@ -1,5 +1,5 @@
-/* Partial results (out, lse) of disjoint sets of keys, merged along the fixed binary tree of their indices: each
- * is the state (m = lse, l = 1, o = out). One warp a row. The twin of c_src/driver/merge.c. */
+/* Partial results (out, lse) of disjoint sets of keys, merged along the fixed binary tree of their indices:
+ * each is the state (m = lse, l = 1, o = out). One warp a row. The twin of c_src/driver/merge.c. */
 #include "merge.cuh"
 #include "careful.cuh"
 #include "tree.cuh"
@@ -13,11 +13,11 @@ PF_DEVICE int64_t pf_row_offset(const pf_tensor &t, const pf_merge_row &row) {
 }
 
 PF_DEVICE double pf_part_lse(const pf_merge_call &call, const pf_merge_row &row, int64_t part) {
-    return pf_number_at(call.part_lse,
-                        pf_row_offset(call.part_lse, row) + part * call.part_lse_stride_part);
+    return pf_number_at(call.part_lse, pf_row_offset(call.part_lse, row) + part * call.part_lse_stride_part);
 }
 
-PF_DEVICE pf_real pf_part_output(const pf_merge_call &call, const pf_merge_row &row, int64_t part, int64_t d) {
+PF_DEVICE pf_real pf_part_output(const pf_merge_call &call, const pf_merge_row &row, int64_t part,
+                                 int64_t d) {
     const int64_t offset = pf_row_offset(call.parts, row) + part * call.parts_stride_part;
     return pf_element(pf_place(call.parts, offset), call.parts.dtype, call.parts.stride_dim, d);
 }
@@ -42,8 +42,9 @@ PF_DEVICE void pf_fold_parts(const pf_merge_call &call, const pf_merge_row &row,
     }
 }
 
-/* The factor of the output of a row all of whose parts have an lse of -inf. A part whose output is not finite did
- * see keys, all with scores of -inf: softmax of these is not a number, unless a sink takes all the weight. */
+/* The factor of the output of a row all of whose parts have an lse of -inf. A part whose output is not finite
+ * did see keys, all with scores of -inf: softmax of these is not a number, unless a sink takes all the
+ * weight. */
 PF_DEVICE double pf_factor_without_weight(const pf_merge_call &call, const pf_merge_row &row, double sink) {
     bool broken = false;
     for (int64_t part = 0; part < call.num_parts; part++)
@@ -77,9 +78,9 @@ PF_DEVICE void pf_merge_one(const pf_merge_call &call, const pf_merge_row &row) 
         }
         pf_set_element(out, call.out.dtype, d * call.out.stride_dim, x);
         if (d == 0)
-            pf_set_lse(pf_place(call.lse, pf_row_offset(call.lse, row)), call.lse.dtype,
-                       pf_log_sum_exp((double)tree.m[0], (double)tree.l[0],
-                                      call.lse_includes_sinks ? sink : none));
+            pf_set_lse(
+                pf_place(call.lse, pf_row_offset(call.lse, row)), call.lse.dtype,
+                pf_log_sum_exp((double)tree.m[0], (double)tree.l[0], call.lse_includes_sinks ? sink : none));
     }
 }
 

@@ -1,5 +1,5 @@
-/* The state (m, l, o) of the recurrence: maximum score, sum of weights, weighted sum of values, relative to m.
- * The twin of c_src/kernels/state.h.
+/* The state (m, l, o) of the recurrence: maximum score, sum of weights, weighted sum of values, relative to
+ * m. The twin of c_src/kernels/state.h.
  *
  * m is -inf for a row that has seen no key, and at least the lowest finite number for any other, also one
  * whose scores are all -inf: so m alone tells who has seen something, and -inf - -inf never arises. */

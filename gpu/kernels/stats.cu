@@ -1,7 +1,7 @@
-/* Statistics of the probabilities of an attention whose log-sum-exp is known, tile by tile: nothing depends on
- * another tile, so memory does not grow with the square of the keys. Sums that go along a row belong to a block
- * that has the row, the mass of a key to one that has the key, in the order of the others: no atomics, the same
- * bits from run to run. The twin of c_src/driver/stats.c. */
+/* Statistics of the probabilities of an attention whose log-sum-exp is known, tile by tile: nothing depends
+ * on another tile, so memory does not grow with the square of the keys. Sums that go along a row belong to a
+ * block that has the row, the mass of a key to one that has the key, in the order of the others: no atomics,
+ * the same bits from run to run. The twin of c_src/driver/stats.c. */
 #include "stats.cuh"
 #include "careful.cuh"
 
@@ -17,7 +17,14 @@ enum {
     PF_DIMS = 16, /* of head_dim, at a time */
 };
 
-/* Where a block keeps its tile. */
+/* What a block works on. */
+struct pf_stats_item {
+    pf_sequence s;
+    int64_t head, kv_head;
+    int64_t border; /* first key on the other side of the sink tokens */
+};
+
+/* Where a block keeps its tile, and what is the same for all of its threads: registers are scarce. */
 struct pf_tile {
     union {
         struct {
@@ -28,6 +35,7 @@ struct pf_tile {
         pf_real row_sums[2][PF_TILE_ROWS][PF_KEY_THREADS];
         double key_sums[PF_ROW_THREADS][PF_TILE_KEYS];
     };
+    pf_stats_item item;
     pf_real lse[PF_TILE_ROWS];
     pf_span spans[PF_NUM_SIDES][PF_TILE_ROWS]; /* empty for rows that do not exist */
     pf_query query[PF_TILE_ROWS];
@@ -39,13 +47,6 @@ struct pf_tile {
 #endif
 static_assert(sizeof(pf_tile) <= PF_SHARED_BYTES, "gpu/_operations.py says how much shared memory there is");
 
-/* What a block works on. */
-struct pf_stats_item {
-    pf_sequence s;
-    int64_t head, kv_head;
-    int64_t border; /* first key on the other side of the sink tokens */
-};
-
 PF_DEVICE int pf_row_of_mine(int r) {
     return (int)threadIdx.x / PF_KEY_THREADS * 4 + r;
 }
@@ -54,13 +55,14 @@ PF_DEVICE int pf_key_of_mine(int c) {
     return (int)threadIdx.x % PF_KEY_THREADS + c * PF_KEY_THREADS;
 }
 
-PF_DEVICE pf_stats_item pf_get_stats_item(const pf_stats_call &call, const pf_item &item) {
-    pf_stats_item found;
-    found.s = pf_get_sequence(call.attention, item.sequence);
-    found.head = item.head;
-    found.kv_head = pf_quotient(item.head, found.s.group);
-    found.border = pf_min(call.attention.sink_tokens, found.s.mask.num_keys);
-    return found;
+PF_DEVICE void pf_set_item(const pf_stats_call &call, const pf_item &place, pf_stats_item *item) {
+    if (threadIdx.x == 0) {
+        item->s = pf_get_sequence(call.attention, place.sequence);
+        item->head = place.head;
+        item->kv_head = pf_quotient(place.head, item->s.group);
+        item->border = pf_min(call.attention.sink_tokens, item->s.mask.num_keys);
+    }
+    __syncthreads();
 }
 
 /* Rows from `first` on, of which those before `from` do not count. */
@@ -82,7 +84,8 @@ PF_DEVICE void pf_set_rows(const pf_stats_call &call, const pf_stats_item &item,
     }
 }
 
-PF_DEVICE void pf_set_keys(const pf_stats_call &call, const pf_stats_item &item, int64_t first, pf_tile *tile) {
+PF_DEVICE void pf_set_keys(const pf_stats_call &call, const pf_stats_item &item, int64_t first,
+                           pf_tile *tile) {
     __syncthreads();
     for (int c = threadIdx.x; c < PF_TILE_KEYS; c += PF_THREADS) {
         const bool exists = first + c < item.s.mask.num_keys;
@@ -118,12 +121,14 @@ PF_DEVICE void pf_multiply(const pf_stats_call &call, pf_tile *tile, pf_real (&p
         for (int e = threadIdx.x; e < PF_DIMS * PF_TILE_ROWS; e += PF_THREADS) {
             const int d = e % PF_DIMS, r = e / PF_DIMS;
             const bool exists = tile->q_row[r] && first + d < head_dim;
-            tile->q[d][r] = exists ? pf_element(tile->q_row[r], q.dtype, q.stride_dim, first + d) : (pf_real)0;
+            tile->q[d][r] =
+                exists ? pf_element(tile->q_row[r], q.dtype, q.stride_dim, first + d) : (pf_real)0;
         }
         for (int e = threadIdx.x; e < PF_DIMS * PF_TILE_KEYS; e += PF_THREADS) {
             const int d = e % PF_DIMS, c = e / PF_DIMS;
             const bool exists = tile->k_row[c] && first + d < head_dim;
-            tile->k[d][c] = exists ? pf_element(tile->k_row[c], k.dtype, k.stride_dim, first + d) : (pf_real)0;
+            tile->k[d][c] =
+                exists ? pf_element(tile->k_row[c], k.dtype, k.stride_dim, first + d) : (pf_real)0;
         }
         __syncthreads();
 #pragma unroll
@@ -166,8 +171,7 @@ static __device__ __noinline__ pf_pair pf_get_pair(const pf_stats_call &call, co
     if (attention.q_scale.data)
         product *= (pf_real)pf_number_at(attention.q_scale, item.s.index * attention.q_scale.stride_batch +
                                                                 item.kv_head * attention.q_scale.stride_head);
-    pair.score =
-        pf_final_score(attention, item.s, tile->query[row], j, product * tile->k_scale[key]);
+    pair.score = pf_final_score(attention, item.s, tile->query[row], j, product * tile->k_scale[key]);
     if (pair.score == -(pf_real)pf_infinity())
         return pair;
     pair.log = pair.score - tile->lse[row];
@@ -177,13 +181,14 @@ static __device__ __noinline__ pf_pair pf_get_pair(const pf_stats_call &call, co
     return pair;
 }
 
-/* Whether an entry of a falling list comes before a probability: of equal ones the first stays first, and NaN, to
- * be seen, counts as the largest. */
+/* Whether an entry of a falling list comes before a probability: of equal ones the first stays first, and
+ * NaN, to be seen, counts as the largest. */
 PF_DEVICE bool pf_comes_first(pf_real entry, int64_t key, pf_real p) {
     return key >= 0 && !(p > entry) && !(p != p && entry == entry);
 }
 
-/* The falling list of the largest probabilities of a row, in the memory of the results; a warp works on it. */
+/* The falling list of the largest probabilities of a row, in the memory of the results; a warp works on it.
+ */
 struct pf_top {
     pf_real *values;
     int64_t *keys;
@@ -264,7 +269,8 @@ PF_DEVICE void pf_take_rows(const pf_stats_call &call, const pf_stats_item &item
     const pf_tensor &out = call.row_probabilities;
     for (int64_t first = warp * 32; first < call.num_rows; first += PF_THREADS) {
         const int64_t mine = first + lane < call.num_rows ? pf_index_at(call.rows, first + lane) : -1;
-        const bool here = mine >= first_row && mine < first_row + PF_TILE_ROWS && tile->q_row[mine - first_row];
+        const bool here =
+            mine >= first_row && mine < first_row + PF_TILE_ROWS && tile->q_row[mine - first_row];
         for (unsigned left = __ballot_sync(PF_WARP_ALL, here); left; left &= left - 1) {
             const int source = __ffs((int)left) - 1;
             const int r = (int)(__shfl_sync(PF_WARP_ALL, mine, source) - first_row);
@@ -342,11 +348,12 @@ PF_DEVICE void pf_store_bad_rows(const pf_stats_call &call, const pf_stats_item 
 }
 
 /* What is asked about rows; a block has PF_TILE_ROWS of them of one head at a time. */
-extern "C" __global__ void __launch_bounds__(256) pf_stats_rows(const __grid_constant__ pf_stats_call call) {
+extern "C" __global__ void __launch_bounds__(256, 1) pf_stats_rows(const __grid_constant__ pf_stats_call call) {
     PF_DYNAMIC_SHARED(memory);
     pf_tile *tile = (pf_tile *)memory;
     const pf_item place = pf_get_item(call.attention, call.attention.num_heads, 1);
-    const pf_stats_item item = pf_get_stats_item(call, place);
+    const pf_stats_item &item = tile->item;
+    pf_set_item(call, place, &tile->item);
     const bool bad = pf_find_bad(call.attention, item.s);
     const bool all_rows = call.top_k || call.max_logit.data || call.entropy.data;
     const bool shares_tile = call.top_k || call.num_rows;
@@ -395,11 +402,12 @@ extern "C" __global__ void __launch_bounds__(256) pf_stats_rows(const __grid_con
 }
 
 /* The mass of keys; a block has PF_TILE_KEYS of them of one head at a time. */
-extern "C" __global__ void __launch_bounds__(256) pf_stats_keys(const __grid_constant__ pf_stats_call call) {
+extern "C" __global__ void __launch_bounds__(256, 1) pf_stats_keys(const __grid_constant__ pf_stats_call call) {
     PF_DYNAMIC_SHARED(memory);
     pf_tile *tile = (pf_tile *)memory;
     const pf_item place = pf_get_item(call.attention, call.attention.num_heads, 1);
-    const pf_stats_item item = pf_get_stats_item(call, place);
+    const pf_stats_item &item = tile->item;
+    pf_set_item(call, place, &tile->item);
     const bool bad = pf_find_bad(call.attention, item.s);
     const int64_t num_queries = item.s.num_queries;
     const int64_t from = call.last_queries < 0 ? 0 : pf_max(num_queries - call.last_queries, 0);
@@ -424,7 +432,9 @@ extern "C" __global__ void __launch_bounds__(256) pf_stats_keys(const __grid_con
                 pf_real sum = 0;
 #pragma unroll
                 for (int r = 0; r < 4; r++)
-                    sum += pf_get_pair(call, item, tile, pf_row_of_mine(r), pf_key_of_mine(c), j, product[r][c]).p;
+                    sum +=
+                        pf_get_pair(call, item, tile, pf_row_of_mine(r), pf_key_of_mine(c), j, product[r][c])
+                            .p;
                 sums[c] += (double)sum;
             }
         }

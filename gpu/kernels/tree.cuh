@@ -1,6 +1,6 @@
-/* The fixed binary tree along which states are merged: ((0, 1), (2, 3)), then pairs of pairs; an odd one passes
- * up. States arrive in the order of their indices; only those whose partners are still to come are kept. The
- * twin of c_src/driver/tree.h. */
+/* The fixed binary tree along which states are merged: ((0, 1), (2, 3)), then pairs of pairs; an odd one
+ * passes up. States arrive in the order of their indices; only those whose partners are still to come are
+ * kept. The twin of c_src/driver/tree.h. */
 #ifndef PF_TREE_CUH
 #define PF_TREE_CUH
 
@@ -15,8 +15,8 @@ struct pf_tree {
     pf_real m[PF_TREE_DEPTH], l[PF_TREE_DEPTH], o[PF_TREE_DEPTH];
 };
 
-/* Takes in state `index` of `count`, and merges what is complete: like the carries of a binary counter; at the
- * end everything that waits. */
+/* Takes in state `index` of `count`, and merges what is complete: like the carries of a binary counter; at
+ * the end everything that waits. */
 PF_DEVICE void pf_tree_push(pf_tree *tree, int64_t index, int64_t count, pf_real m, pf_real l, pf_real o) {
     int depth = tree->depth;
     for (int64_t carry = index; depth > 0 && ((carry & 1) || index == count - 1); carry >>= 1) {
