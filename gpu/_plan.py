@@ -165,7 +165,7 @@ def combine_step(problem: Problem, fields: tuple[tuple[str, int], ...]) -> Step:
     """Return the launch that merges the states of splits, one warp a row."""
     warps = 4
     blocks = row_blocks(problem, warps, problem.num_heads * problem.batch)
-    source = Source("combine.cu", "pf_combine", _generic_defines(problem), problem.expressions)
+    source = Source("combine.cu", "pf_combine", generic_defines(problem), problem.expressions)
     return Step(
         source,
         32 * warps,
@@ -174,7 +174,7 @@ def combine_step(problem: Problem, fields: tuple[tuple[str, int], ...]) -> Step:
     )
 
 
-def _generic_defines(problem: Problem) -> tuple[tuple[str, str], ...]:
+def generic_defines(problem: Problem) -> tuple[tuple[str, str], ...]:
     """Constants of the kernels that test at run time which terms there are."""
     terms = sum(bit for name, bit in TERMS.items() if not name.endswith("_mod") or name in problem.terms)
     return ("PF_REAL", problem.real), ("PF_TERMS", str(terms))
@@ -194,7 +194,7 @@ def generic(problem: Problem) -> Plan:
     others = problem.num_heads * max_splits * problem.batch
     blocks = row_blocks(problem, warps, others)
     limits = (("min_rows", 0), ("max_rows", NO_LIMIT))
-    source = Source("generic.cu", "pf_generic", _generic_defines(problem), problem.expressions)
+    source = Source("generic.cu", "pf_generic", generic_defines(problem), problem.expressions)
     steps = [Step(source, 32 * warps, blocks * others, fields=(*limits, ("row_blocks", blocks)))]
     if max_splits > 1 or num_splits > 1:
         steps.append(combine_step(problem, limits))
@@ -232,3 +232,6 @@ def variants() -> Iterator[Variant]:
             defines = (("PF_REAL", real), ("PF_TERMS", str(everything)))
             # Right first: these keep more at hand than there are registers.
             yield Variant(Source(file, name, defines), (), spill_bytes=2048)
+    from . import _operations  # it needs the names above
+
+    yield from _operations.variants()
