@@ -173,6 +173,11 @@ def test_shared_memory_holds_nan_before_each_block():
     assert np.isnan(static).all() and np.isnan(dynamic).all()
 
 
+def test_registers_that_were_not_set_are_no_accidental_zeros():
+    (got,) = launch("float x[4]; for (int i = 0; i < t; i++) x[i] = 0; a[t] = x[2];", floats(4), block=4)
+    assert got[3] == 0 and (np.abs(got[:3]) > 1e30).all()
+
+
 def test_fresh_memory_is_nan():
     device = Platform().device(0)
     memory = device.allocate(100)
@@ -290,7 +295,7 @@ FAULTS = {
     "masks that differ": ("__syncwarp(t < 16 ? 0xffffffffu : 0xffff0001u);", "deadlock"),
     "a trap": (
         "if (t == 7) __trap();",
-        r"thread 7 of block \(0, 0, 0\) of pf_test: __trap\(\), pf_test.cu:\d+",
+        r"thread 7 of block \(0, 0, 0\) of pf_test: __trap\(\), pf_test.cu:\d+\n *\d+: if \(t == 7\) __trap",
     ),
     "an assertion": ("assert(a[t] != 0);", r"assertion failed: a\[t\] != 0"),
     "a write behind an allocation": (
@@ -304,6 +309,10 @@ FAULTS = {
         "write to address .*, 0 bytes behind the 1024 bytes of dynamic shared memory",
     ),
     "a null pointer": ("*(int *)(uintptr_t)a[t] = t;", r"write to address \(nil\)"),
+    "a read at an odd place": (
+        "a[0] = ((int2 *)(a + 1))->x;",
+        r"thread 0 .*: misaligned access\n(?s:.*)\n *\d+: a\[0\] = \(\(int2",
+    ),
     "an integer division by zero": ("a[t] = 5 / (a[t] - 0);", "division by zero"),
     "a stack overflow": (
         "volatile int x[20000]; x[t] = t; a[t] = x[t] + x[0];",

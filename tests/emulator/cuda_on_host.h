@@ -495,7 +495,7 @@ static inline bool signbit(double x) {
 PF_RENAMED(__fmaf_rn, (float x, float y, float z), __builtin_fmaf(x, y, z))
 PF_RENAMED(__fadd_rn, (float x, float y), x + y)
 PF_RENAMED(__fsub_rn, (float x, float y), x - y)
-PF_RENAMED(__fmul_rn, (float x, float y), x *y)
+PF_RENAMED(__fmul_rn, (float x, float y), (x * y))
 PF_RENAMED(__fdiv_rn, (float x, float y), x / y)
 PF_RENAMED(__fsqrt_rn, (float x), __builtin_sqrtf(x))
 PF_RENAMED(__frcp_rn, (float x), 1.0f / x)
