@@ -64,6 +64,7 @@ class _KernelEntry(ctypes.Structure):
         ("name", ctypes.c_char_p),
         ("enter", ctypes.c_void_p),
         ("argument_bytes", ctypes.c_size_t),
+        ("max_threads", ctypes.c_uint),
         ("shared_begin", ctypes.c_void_p),
         ("shared_end", ctypes.c_void_p),
     ]
@@ -156,6 +157,7 @@ class Device:
 
     def compile(self, source: str, name: str, options: tuple[str, ...] = ()) -> Kernel:
         """Compile a source without includes and return its kernel `name`."""
+        bounds = re.search(rf"__launch_bounds__\((.*?)\)\s*{name}\b", source)
         text = "\n".join(
             [
                 f"#define __CUDA_ARCH__ {10 * self.capability}",
@@ -164,7 +166,7 @@ class Device:
                 source,
                 '#line 1 "emulator"',
                 "#pragma GCC visibility push(default)",
-                f"PF_EMULATED_KERNEL({name})",
+                f"PF_EMULATED_KERNEL({name}, {bounds[1] if bounds else MAX_THREADS})",
             ]
         )
         _runtime()
@@ -183,8 +185,11 @@ class Device:
         """Run a kernel to its end; `argument` is the one struct that it takes, by value."""
         if not all(1 <= n <= most for n, most in zip(grid, MAX_GRID, strict=True)):
             raise EmulationError(f"{kernel.name}: a grid of {grid} blocks cannot be launched")
-        if not 1 <= threads <= MAX_THREADS:
-            raise EmulationError(f"{kernel.name}: a block of {threads} threads cannot be launched")
+        most = kernel.entry.max_threads
+        if not 1 <= threads <= most:
+            raise EmulationError(
+                f"{kernel.name}: a block of {threads} threads, at most {most} can be launched"
+            )
         static = kernel.static_shared_bytes
         if static > MAX_STATIC_SHARED or shared_bytes < 0 or static + shared_bytes > self.shared_bytes:
             raise EmulationError(

@@ -17,6 +17,7 @@ HEADERS = ("cuda_on_host.h", "ptx_on_host.h")
 FLAGS = (
     "-O1",
     "-g1",
+    "-gdwarf-4",  # what addr2line of older binutils reads without mistakes
     "-std=c++17",
     "-fPIC",
     "-shared",

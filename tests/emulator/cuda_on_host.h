@@ -82,6 +82,7 @@ struct pf_emu_kernel {
     const char *name;
     void (*enter)(const void *argument);
     size_t argument_bytes;
+    unsigned max_threads;
     char *shared_begin, *shared_end; /* static shared memory */
 };
 
@@ -581,10 +582,16 @@ template <class Argument, void (*kernel)(Argument)> struct pf_emu_entry<kernel> 
     static void enter(const void *argument) { kernel(*(const Argument *)argument); }
 };
 
-#define PF_EMULATED_KERNEL(kernel)                                                                           \
+template <class... Others> constexpr unsigned pf_emu_first(unsigned first, Others...) {
+    return first;
+}
+
+/* With what stands in its __launch_bounds__. */
+#define PF_EMULATED_KERNEL(kernel, ...)                                                                      \
     extern "C" pf_emu_kernel pf_emulated_kernel(void) {                                                      \
         typedef pf_emu_entry<kernel> entry;                                                                  \
-        return {#kernel, entry::enter, entry::bytes, __start_pf_shared, __stop_pf_shared};                   \
+        return {#kernel,           entry::enter,    entry::bytes, pf_emu_first(__VA_ARGS__),                 \
+                __start_pf_shared, __stop_pf_shared};                                                        \
     }
 
 #endif
