@@ -6,7 +6,8 @@ is taken only for what the caller did not provide.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 
@@ -39,7 +40,7 @@ class _Places(_launch.Places):
 
     def place(self, array: Array) -> tuple[int, tuple[int, ...]]:
         if isinstance(array, DeviceArray):
-            return array.ctypes.data, array.strides
+            return array.address, array.strides
         found = self._kept.get(id(array))
         if found is None:
             # Broadcast axes stay so: what a stride of 0 repeats is copied once.
@@ -78,11 +79,6 @@ class _Places(_launch.Places):
             array[...] = copy
 
 
-class _Prepared(NamedTuple):
-    problem: _plan.Problem
-    plan: _plan.Plan
-
-
 class CudaBackend:
     """The kernels of ``gpu/kernels``; implements `pyflash._description.Backend`."""
 
@@ -92,17 +88,16 @@ class CudaBackend:
         """Return why no GPU can be used, None if one can."""
         return _device.platform.unavailable()
 
-    def _device_of(self, *arrays: Array | None) -> tuple[_device.Device, int]:
-        """Return the device of a call and the stream of its arrays."""
+    def _device_of(self, first: Array, others: Iterable[Any]) -> tuple[_device.Device, int]:
+        """Return the device of a call and the stream for its work, which is that of its first argument."""
         if (reason := self.unavailable()) is not None:
             raise BackendUnavailable(f"backend: 'cuda' is not available: {reason}")
-        there = [x for x in arrays if isinstance(x, DeviceArray)]
-        if not there:
+        if not isinstance(first, DeviceArray):
             device = _device.platform.device(_device.platform.current_device())
             return device, device.stream()
-        device = _device.platform.device(there[0].device)
-        stream, others = _arrays.streams_of(there)
-        for other in others:
+        device = _device.platform.device(first.device)
+        stream, waits = _arrays.streams_of(first, others)
+        for other in waits:
             device.wait_for(stream, other)
         return device, stream
 
@@ -152,7 +147,7 @@ class CudaBackend:
 
     def attention(self, args: AttentionArgs, *, again: Arrays | None = None) -> Repeat | None:
         """Fill ``args.out`` and ``args.lse``."""
-        device, stream = self._device_of(args.q, args.k, args.v, args.out)
+        device, stream = self._device_of(args.q, args)
         problem = self._problem(args, device)
         plan = _plan.plan(problem)
         if not args.out.size:
@@ -202,7 +197,7 @@ class CudaBackend:
 
     def explain(self, args: AttentionArgs) -> Explanation:
         """Say what `attention` would do, without doing it."""
-        device, _ = self._device_of(args.q, args.k, args.v, args.out)
+        device, _ = self._device_of(args.q, args)
         problem = self._problem(args, device)
         plan = _plan.plan(problem)
         rows = "family: asked for" if args.family is not None else (
@@ -239,7 +234,7 @@ def _is_aligned(array: Array) -> bool:
     *others, dim = array.strides
     return (
         (dim == array.itemsize or array.shape[3] == 1)
-        and array.ctypes.data % _ALIGNMENT == 0
+        and array.address % _ALIGNMENT == 0
         and all(s % _ALIGNMENT == 0 or n <= 1 for s, n in zip(others, array.shape[:3], strict=True))
     )
 

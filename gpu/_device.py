@@ -112,6 +112,16 @@ class _On:
             self._runtime.setDevice(self._before)
 
 
+class _ForeignStream:
+    """A stream by its address, in the protocol by which libraries share streams."""
+
+    def __init__(self, address: int) -> None:
+        self._address = address
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self._address
+
+
 class _CupyDevice:
     def __init__(self, index: int) -> None:
         import cupy
@@ -130,6 +140,12 @@ class _CupyDevice:
 
     def current(self) -> _On:
         return _On(self._runtime, self.index)
+
+    def _stream(self, address: int) -> Any:
+        streams = self._cupy.cuda
+        if hasattr(streams.Stream, "from_external"):
+            return streams.Stream.from_external(_ForeignStream(address)) if address else streams.Stream.null
+        return streams.ExternalStream(address, self.index)  # before CuPy 14
 
     def compile(self, source: str, name: str, options: tuple[str, ...]) -> _CupyKernel:
         from . import _compile
@@ -155,7 +171,7 @@ class _CupyDevice:
             raise RuntimeError(f"CUDA could not launch a kernel of pyflash: {_driver_error(self._driver, status)}")
 
     def allocate(self, num_bytes: int, stream: int) -> _CupyMemory:
-        with self.current(), self._cupy.cuda.ExternalStream(stream, self.index):
+        with self.current(), self._stream(stream):
             return _CupyMemory(self._cupy.cuda.alloc(num_bytes))
 
     def upload(self, array: Array, stream: int) -> _CupyMemory:
@@ -183,8 +199,8 @@ class _CupyDevice:
     def wait_for(self, stream: int, other: int) -> None:
         with self.current():
             event = self._cupy.cuda.Event(disable_timing=True)
-            event.record(self._cupy.cuda.ExternalStream(other, self.index))
-            self._cupy.cuda.ExternalStream(stream, self.index).wait_event(event)
+            event.record(self._stream(other))
+            self._stream(stream).wait_event(event)
 
 
 class _CupyPlatform:

@@ -180,6 +180,8 @@ def _generic_defines(problem: Problem) -> tuple[tuple[str, str], ...]:
     return ("PF_REAL", problem.real), ("PF_TERMS", str(terms))
 
 
+#: Keys per tile of the generic kernel (PF_CAREFUL_TILE).
+GENERIC_TILE = 256
 #: Keys per split of the generic kernel in the decode family.
 GENERIC_SPLIT_KEYS = 512
 
@@ -197,7 +199,7 @@ def generic(problem: Problem) -> Plan:
     if max_splits > 1 or num_splits > 1:
         steps.append(combine_step(problem, limits))
     return Plan(
-        "generic", family, tuple(steps), 32, warps, max_splits, num_splits, split_keys,
+        "generic", family, tuple(steps), GENERIC_TILE, warps, max_splits, num_splits, split_keys,
         ("kernel: generic, since no faster one takes this call",),
     )  # fmt: skip
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
-from . import _checks
+from . import _arrays, _checks
 from ._description import Backend
 from ._errors import BackendUnavailable
 
@@ -63,12 +63,12 @@ class _Absent:
     attention = attention_stats = merge_states = append_kv = explain = _refuse
 
 
-def resolve(name: object) -> Backend:
-    """Return the backend that a call with ``backend=name`` uses, or raise BackendUnavailable."""
+def resolve(name: object, array: object = None) -> Backend:
+    """Return the backend that a call with ``backend=name`` on an array uses, or raise BackendUnavailable."""
     if name is None:
         name = _current.get() or os.environ.get("PYFLASH_BACKEND") or AUTO
     if name == AUTO:
-        name = "c"  # every array kind that is accepted so far lies in host memory
+        name = "cuda" if _arrays.is_on_device(array) else "c"
     backend = load(_checks.choice("backend", name, (*MODULES, AUTO)))
     reason = backend.unavailable()
     if reason is not None:

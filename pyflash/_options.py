@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from ._args import DEFAULTS
+from ._args_options import DEFAULTS
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 

@@ -206,11 +206,30 @@ SIGNATURES = {
 
 @pytest.mark.parametrize("name", SIGNATURES)
 def test_what_is_no_function_is_refused_by_name(any_isa, name):
-    wanted = "a function of NumPy arrays" if any_isa.name == "numpy" else f"a C function {SIGNATURES[name]}"
-    for value, found in ((3, "3 (int)"), ("causal", "'causal' (str)")):
-        with pytest.raises(pyflash.InvalidArgument) as caught:
-            pyflash.flash_attention(*dense(510).arrays.values(), **{name: value}, **any_isa.kwargs)
-        assert str(caught.value) == f"{name}: found {found}, expected {wanted}"
+    variables = "score, batch, head, query, key" if name == "score_mod" else "batch, head, query, key"
+    wanted = {
+        "numpy": "a function of NumPy arrays",
+        "c": f"a C function {SIGNATURES[name]}",
+        "cuda": f"a CUDA C++ expression in {variables}, as a str",
+    }[any_isa.name]
+    with pytest.raises(pyflash.InvalidArgument) as caught:
+        pyflash.flash_attention(*dense(510).arrays.values(), **{name: 3}, **any_isa.kwargs)
+    assert str(caught.value) == f"{name}: found 3 (int), expected {wanted}"
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_expressions_are_for_cuda(name):
+    for backend, instead in (
+        ("numpy", "a function of NumPy arrays"),
+        ("c", f"a C function {SIGNATURES[name]}"),
+    ):
+        if pyflash.available_backends()[backend] is not None:
+            continue
+        with pytest.raises(pyflash.UnsupportedError) as caught:
+            pyflash.flash_attention(*dense(510).arrays.values(), **{name: "key < 3"}, backend=backend)
+        assert str(caught.value) == (
+            f"{name}: a CUDA expression is not supported by the {backend} backend; give {instead}"
+        )
 
 
 @pytest.mark.parametrize("name", SIGNATURES)

@@ -43,7 +43,7 @@ struct pf_call {
     pf_tensor q, k, v, out;
     pf_tensor lse;              /* one element a row: stride_dim is unused */
     pf_tensor k_scale, v_scale; /* float32; stride_dim is unused */
-    pf_tensor q_scale;          /* [sequence][][kv head], any float type */
+    pf_tensor q_scale;          /* as q, float32; stride_dim is unused */
     pf_tensor bias, mask;       /* [sequence][row][head][key] in the order of the strides; the mask's are bytes */
     pf_tensor alibi_slopes;     /* [sequence][][head], any float type */
     pf_tensor sinks;            /* [][][head] */

@@ -183,6 +183,8 @@ template <int K, bool BF16> static void pf_emu_multiply(void *const (&lanes)[32]
         pf_emu_collective(pf_emu_multiply<k, bf16>, #name, 0xffffffffu, &product, file, line);               \
     }
 PF_MMA(pf_mma_f16, 16, false)
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
 PF_MMA(pf_mma_bf16, 16, true)
+#endif
 PF_MMA(pf_mma_f16_k8, 8, false)
 #undef PF_MMA
