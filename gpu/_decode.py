@@ -103,7 +103,7 @@ class Shape(NamedTuple):
                 ("PF_HEAD_DIM_V", str(self.head_dim_v)),
                 ("PF_ROWS", str(self.rows)),
                 ("PF_Q_TYPE", str(BY_NAME[self.q_dtype].code)),
-                ("PF_STORED", str(BY_NAME[self.kv_dtype].code)),
+                ("PF_KV_TYPE", str(BY_NAME[self.kv_dtype].code)),
                 ("PF_MMA_BF16", str(int(self.kv_dtype == "bfloat16"))),
                 ("PF_HALVES", str(self.halves)),
                 ("PF_SCALED", str(int(self.scaled))),

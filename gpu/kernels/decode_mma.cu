@@ -14,8 +14,8 @@
 
 constexpr int PF_LANES = 32 * PF_TEAM_WARPS; /* of a stream */
 constexpr int PF_NUM_STREAMS = PF_WARPS / PF_TEAM_WARPS;
-constexpr bool PF_IS_WIDE = PF_STORED == PF_F16 || PF_STORED == PF_BF16;
-constexpr int PF_BITS = PF_IS_WIDE ? 16 : PF_STORED == PF_I4 ? 4 : 8;
+constexpr bool PF_IS_WIDE = PF_KV_TYPE == PF_F16 || PF_KV_TYPE == PF_BF16;
+constexpr int PF_BITS = PF_IS_WIDE ? 16 : PF_KV_TYPE == PF_I4 ? 4 : 8;
 template <int N> struct pf_constant {
     static constexpr int value = N;
 };
@@ -39,8 +39,8 @@ constexpr int PF_FACTOR_BYTES = pf_rounded(4 * PF_ROWS, 128);
 constexpr int PF_STATE_ROW = PF_V_DIM + 8; /* floats; 8 more keep rows in different banks */
 constexpr bool PF_HIDES = PF_HAS(BIAS) || PF_HAS(MASK) || PF_HAS(TREE) || PF_HAS(MASK_MOD);
 /* A float16 whose exponent is 8 too small is what the bits of a float8_e4m3fn give. */
-constexpr float PF_CODE_FACTOR = PF_STORED == PF_F8E4M3 ? 256.0f : 1.0f;
-constexpr bool PF_HAS_VALUE_FACTOR = PF_SCALED || PF_STORED == PF_F8E4M3;
+constexpr float PF_CODE_FACTOR = PF_KV_TYPE == PF_F8E4M3 ? 256.0f : 1.0f;
+constexpr bool PF_HAS_VALUE_FACTOR = PF_SCALED || PF_KV_TYPE == PF_F8E4M3;
 /* Queries of bfloat16 become float16, in which they have the same digits and fewer exponents. */
 constexpr bool PF_NARROWS_QUERIES = PF_Q_TYPE == PF_BF16 && !PF_MMA_BF16;
 
@@ -87,14 +87,14 @@ PF_DEVICE int pf_value_dim(int block, int t, int c) {
 
 /* Four codes of 8 bits to float16, (0, 1) and (2, 3). */
 PF_DEVICE void pf_widen_bytes(uint32_t word, uint32_t (&pairs)[2]) {
-    if constexpr (PF_STORED == PF_I8) { /* 1024 + 128 + x has x in its last bits */
+    if constexpr (PF_KV_TYPE == PF_I8) { /* 1024 + 128 + x has x in its last bits */
         const uint32_t above = word ^ 0x80808080u;
         pairs[0] = pf_add_f16(__byte_perm(above, 0x64646464u, 0x4140), 0xe480e480u);
         pairs[1] = pf_add_f16(__byte_perm(above, 0x64646464u, 0x4342), 0xe480e480u);
     } else {
         pairs[0] = __byte_perm(word, 0, 0x1404);
         pairs[1] = __byte_perm(word, 0, 0x3424);
-        if constexpr (PF_STORED == PF_F8E4M3) {
+        if constexpr (PF_KV_TYPE == PF_F8E4M3) {
 #pragma unroll
             for (int i = 0; i < 2; i++) {
                 const uint32_t size = pairs[i] & 0x7f007f00u;
@@ -313,10 +313,16 @@ PF_DEVICE void pf_load_values(const unsigned char *rows, int row_bytes, int grou
     }
 }
 
-/* Row r of a query fragment: registers 0 and 2 have row g, 1 and 3 row g + 8. */
+/* Queries of one step of dims: registers 0 and 2 have row g, 1 and 3 row g + 8. */
 struct pf_fragment {
     uint32_t r[4];
 };
+
+/* A scale that makes elements infinite shows, whatever else is in the products. */
+PF_DEVICE float pf_checked_scale(float scale) {
+    constexpr float largest = PF_BITS == 4 ? 8.0f : PF_KV_TYPE == PF_I8 ? 128.0f : PF_KV_TYPE == PF_F8E4M3 ? 448.0f : 57344.0f;
+    return fabsf(scale) * largest > -pf_lowest<float>() ? pf_nan() : scale;
+}
 
 template <bool ALL_SEEN>
 PF_DEVICE void pf_weigh(const pf_call &call, const pf_sequence &s, const pf_rows &rows, int32_t first,
@@ -334,7 +340,7 @@ PF_DEVICE void pf_weigh(const pf_call &call, const pf_sequence &s, const pf_rows
                 const int32_t j = first + key;
                 float product = score[block][2 * r + c] * rows.factor[r];
                 if (PF_SCALED && k_scale)
-                    product *= k_scale[key];
+                    product *= pf_checked_scale(k_scale[key]);
                 bool seen = true;
                 if constexpr (!ALL_SEEN) {
                     seen = pf_in(j, rows.lo[r][0], rows.hi[r][0]) || pf_in(j, rows.lo[r][1], rows.hi[r][1]);
@@ -376,7 +382,7 @@ PF_DEVICE float pf_scale_weights(const float *v_scale, float (&weight)[PF_KEY_BL
     for (int block = 0; block < PF_KEY_BLOCKS; block++)
 #pragma unroll
         for (int c = 0; c < 2; c++) {
-            scale[block][c] = v_scale[8 * block + 2 * t + c];
+            scale[block][c] = pf_checked_scale(v_scale[8 * block + 2 * t + c]);
             most = fmaxf(most, fabsf(scale[block][c]));
         }
     most = fmaxf(most, __shfl_xor_sync(PF_WARP_ALL, most, 1));
@@ -559,8 +565,8 @@ PF_DEVICE pf_rows pf_get_rows(const pf_call &call, const pf_sequence &s, int64_t
         rows.query[r] = pf_get_query(call, s, kv_head * s.group + row - i * s.group, i);
         rows.factor[r] = PF_CODE_FACTOR * (PF_NARROWS_QUERIES ? factors[number] : 1.0f);
         if (call.q_scale.data)
-            rows.factor[r] *= (float)pf_number_at(
-                call.q_scale, s.index * call.q_scale.stride_batch + kv_head * call.q_scale.stride_head);
+            rows.factor[r] *= ((const float *)call.q_scale.data)[pf_query_offset(
+                call.q_scale, s, rows.query[r].head, i)];
 #pragma unroll
         for (int side = 0; side < PF_NUM_SIDES; side++) {
             const pf_span span = pf_clip(pf_visible(&s.mask, i, side), lo, hi);
