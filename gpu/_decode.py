@@ -19,7 +19,9 @@ KEYS = 16
 #: Most rows of a block: those of the matrix unit.
 MAX_ROWS = 16
 #: Warps and stages of a block that are asked for first; less where shared memory does not hold them.
-WARPS, STAGES = 8, 3
+WARPS, STAGES = 8, 6
+#: Blocks that share a multiprocessor.
+BLOCKS_PER_SM = 1
 #: Dims from which on values do not fit the registers of one warp, and the warps of a team that shares them.
 WIDEST, TEAM = 256, 4
 #: Registers per lane that fragments of queries may take; others are read from shared memory each time.
@@ -30,6 +32,9 @@ INVARIANT_SPLIT_KEYS = 1024
 BLOCK_COST, MERGE_COST = 96, 192
 #: Positions are 32-bit numbers.
 MAX_KEYS = 2**31 - 2**16
+
+#: Shared memory that every block takes besides.
+_RESERVED = 1024
 
 _BITS = {"float16": 16, "bfloat16": 16, "float8_e4m3fn": 8, "float8_e5m2": 8, "int8": 8, "int4": 4}
 
@@ -47,6 +52,7 @@ class Shape(NamedTuple):
     terms: int
     warps: int
     stages: int
+    keys: int
 
     @property
     def bits(self) -> int:
@@ -82,7 +88,7 @@ class Shape(NamedTuple):
     def stage_bytes(self) -> int:
         """Shared memory of one chunk; rows have an odd number of 16-byte pieces."""
         row_bytes = sum(16 * (dim * self.bits // 128 | 1) for dim in (self.k_dim, self.v_dim))
-        return KEYS * (row_bytes + (8 if self.scaled else 0))
+        return self.keys * (row_bytes + (8 if self.scaled else 0))
 
     @property
     def shared_bytes(self) -> int:
@@ -109,12 +115,12 @@ class Shape(NamedTuple):
                 ("PF_SCALED", str(int(self.scaled))),
                 ("PF_PAGED", str(self.paged)),
                 ("PF_TERMS", str(self.terms)),
-                ("PF_KEYS", str(KEYS)),
+                ("PF_KEYS", str(self.keys)),
                 ("PF_WARPS", str(self.warps)),
                 ("PF_TEAM_WARPS", str(self.team)),
                 ("PF_STAGES", str(self.stages)),
                 ("PF_KEEPS_QUERIES", str(int(self.keeps_queries))),
-                ("PF_BLOCKS_PER_SM", "1"),
+                ("PF_BLOCKS_PER_SM", str(BLOCKS_PER_SM)),
             ),
         )
 
@@ -144,7 +150,7 @@ def shape_of(problem: Problem) -> Shape | None:
     paged = 0 if problem.page_size == 0 else 2 if problem.page_size % KEYS == 0 else 1
     shape = Shape(
         problem.head_dim, problem.head_dim_v, 8 if num_rows <= 8 else MAX_ROWS, problem.q_dtype, problem.kv_dtype,
-        problem.scaled, paged, _plan.term_bits(problem), WARPS, STAGES,
+        problem.scaled, paged, _plan.term_bits(problem), WARPS, STAGES, KEYS,
     )  # fmt: skip
     if shape.team > 1:
         shape = shape._replace(warps=TEAM)
@@ -155,10 +161,11 @@ def _fit(shape: Shape, problem: Problem) -> Shape | None:
     """Return the shape with as many warps and stages as the shared memory of the device holds."""
     # Before sm_80 a copy is done when it is issued: more stages than one are of no use.
     most = shape.stages if problem.capability >= 80 else 1
+    limit = (problem.shared_bytes + _RESERVED) // BLOCKS_PER_SM - _RESERVED
     for warps in (shape.warps, *(w for w in (4, 2, 1) if shape.team <= w < shape.warps)):
         for stages in range(most, min(most, 2) - 1, -1):
             found = shape._replace(warps=warps, stages=stages)
-            if found.shared_bytes <= problem.shared_bytes:
+            if found.shared_bytes <= limit:
                 return found
     return None
 
@@ -171,11 +178,12 @@ def _splits(problem: Problem, shape: Shape, items: int) -> tuple[int, int, int]:
     """
     if problem.num_splits is not None or problem.batch_invariant:
         return _plan.split_fields(problem, INVARIANT_SPLIT_KEYS)
-    step = KEYS * shape.warps // shape.team
+    step = shape.keys * shape.warps // shape.team
+    slots = problem.num_sms * BLOCKS_PER_SM
     best_cost, best = None, 1
-    for splits in range(1, max(min(_plan.ceil_div(problem.max_seqlen_kv, step), problem.num_sms), 1) + 1):
-        waves = _plan.ceil_div(items * splits, problem.num_sms)
-        keys = _round_up(_plan.ceil_div(problem.max_seqlen_kv, splits), KEYS)
+    for splits in range(1, max(min(_plan.ceil_div(problem.max_seqlen_kv, step), slots), 1) + 1):
+        waves = _plan.ceil_div(items * splits, slots)
+        keys = _round_up(_plan.ceil_div(problem.max_seqlen_kv, splits), shape.keys)
         cost = waves * (keys + BLOCK_COST) + (MERGE_COST if splits > 1 else 0)
         if best_cost is None or cost < best_cost:
             best_cost, best = cost, splits
