@@ -16,9 +16,6 @@ constexpr int PF_LANES = 32 * PF_TEAM_WARPS; /* of a stream */
 constexpr int PF_NUM_STREAMS = PF_WARPS / PF_TEAM_WARPS;
 constexpr bool PF_IS_WIDE = PF_KV_TYPE == PF_F16 || PF_KV_TYPE == PF_BF16;
 constexpr int PF_BITS = PF_IS_WIDE ? 16 : PF_KV_TYPE == PF_I4 ? 4 : 8;
-template <int N> struct pf_constant {
-    static constexpr int value = N;
-};
 PF_DEVICE constexpr int pf_rounded(int a, int multiple) {
     return (a + multiple - 1) / multiple * multiple;
 }
@@ -176,6 +173,30 @@ PF_DEVICE int64_t pf_page_of(const pf_call &call, const pf_sequence &s, const pf
     return pf_min(pf_max(page, 0), call.num_pages - 1);
 }
 
+/* Starts the copies of the keys of a chunk that are `valid`, one bit each, the others become 0. `begin` is the
+ * first byte of the first key, or where keys of a chunk lie in several pages of this lane's key. */
+template <int PIECES, int STORED, int ROW_BYTES>
+PF_DEVICE void pf_copy_rows(unsigned char *rows, const char *data, int64_t begin, int64_t step, unsigned valid) {
+    const int thread = threadIdx.x % PF_LANES;
+    constexpr int num_copies = pf_rounded(PF_KEYS * PIECES, PF_LANES) / PF_LANES;
+    constexpr int keys_between = PF_LANES % PIECES == 0 ? PF_LANES / PIECES : 0; /* one copy and the next */
+    const int first_key = thread / PIECES, first_piece = thread % PIECES;
+    const char *from = data + begin + first_key * step + 16 * first_piece;
+#pragma unroll
+    for (int i = 0; i < num_copies; i++) {
+        const int x = thread + i * PF_LANES;
+        const int key = keys_between ? first_key + i * keys_between : x / PIECES;
+        const int piece = keys_between ? first_piece : x % PIECES;
+        if constexpr (PF_PAGED == PF_ANY_PAGES)
+            from = data + __shfl_sync(PF_WARP_ALL, (long long)begin, key % PF_KEYS) + 16 * piece;
+        else if (!keys_between)
+            from = data + begin + key * step + 16 * piece;
+        if (PF_KEYS * PIECES % PF_LANES == 0 || x < PF_KEYS * PIECES)
+            pf_cp_async16(rows + key * ROW_BYTES + 16 * piece, from, (valid >> key & 1) && piece < STORED);
+        from += keys_between * step;
+    }
+}
+
 /* Starts the copies of a chunk into a stage. */
 PF_DEVICE void pf_fill(const pf_call &call, const pf_stream &stream, unsigned char *stage, int32_t chunk, int64_t page,
                        bool v_in_k) {
@@ -183,40 +204,20 @@ PF_DEVICE void pf_fill(const pf_call &call, const pf_stream &stream, unsigned ch
     const int32_t first = chunk * PF_KEYS, j = first + lane % PF_KEYS;
     const unsigned valid = __ballot_sync(PF_WARP_ALL, pf_in(j, stream.lo[0], stream.hi[0]) ||
                                                           pf_in(j, stream.lo[1], stream.hi[1]));
-    /* The distance of this lane's key, or in whole chunks of the first key, from key 0 or page 0. */
+    /* The distance of this lane's key, or in whole chunks of the first key, from key 0 or from its page. */
     const int32_t own = PF_PAGED == PF_ANY_PAGES ? j : first;
     const int32_t place = PF_PAGED == PF_NOT_PAGED ? own : (int32_t)((uint32_t)own % (uint32_t)call.page_size);
-    const auto copy = [&](const pf_tensor &t, int64_t base, unsigned char *rows, auto pieces, auto stored,
-                          auto row_bytes) {
-        constexpr int num_pieces = decltype(pieces)::value, bytes = PF_BITS == 16 ? 2 : 1;
-        const int64_t begin = (base + page * t.stride_batch * (PF_PAGED != PF_NOT_PAGED) + place * t.stride_token) *
-                              bytes;
-        const int64_t step = t.stride_token * bytes;
-        constexpr int num_copies = pf_rounded(PF_KEYS * num_pieces, PF_LANES) / PF_LANES;
-        constexpr int keys_between = PF_LANES % num_pieces == 0 ? PF_LANES / num_pieces : 0; /* one copy and the next */
-        const int first_key = thread / num_pieces, first_piece = thread % num_pieces;
-        const char *from = (const char *)t.data + begin + first_key * step + 16 * first_piece;
-#pragma unroll
-        for (int i = 0; i < num_copies; i++) {
-            const int x = thread + i * PF_LANES;
-            const int key = keys_between ? first_key + i * keys_between : x / num_pieces;
-            const int piece = keys_between ? first_piece : x % num_pieces;
-            const bool copies = PF_KEYS * num_pieces % PF_LANES == 0 || x < PF_KEYS * num_pieces;
-            const bool there = (valid >> key & 1) && piece < decltype(stored)::value;
-            unsigned char *to = rows + key * decltype(row_bytes)::value + 16 * piece;
-            if constexpr (PF_PAGED == PF_ANY_PAGES)
-                from = (const char *)t.data + __shfl_sync(PF_WARP_ALL, (long long)begin, key % PF_KEYS) + 16 * piece;
-            else if (!keys_between)
-                from = (const char *)t.data + begin + key * step + 16 * piece;
-            if (copies)
-                pf_cp_async16(to, from, there);
-            from += keys_between * step;
-        }
-    };
-    copy(call.k, stream.k, stage, pf_constant<PF_K_PIECES>(), pf_constant<PF_K_STORED>(), pf_constant<PF_K_ROW>());
+    const int64_t pages = PF_PAGED == PF_NOT_PAGED ? 0 : page;
+    constexpr int bytes = PF_BITS == 16 ? 2 : 1;
+    pf_copy_rows<PF_K_PIECES, PF_K_STORED, PF_K_ROW>(
+        stage, (const char *)call.k.data,
+        (stream.k + pages * call.k.stride_batch + place * call.k.stride_token) * bytes,
+        call.k.stride_token * bytes, valid);
     if (!v_in_k)
-        copy(call.v, stream.v, stage + PF_KEYS * PF_K_ROW, pf_constant<PF_V_PIECES>(), pf_constant<PF_V_STORED>(),
-             pf_constant<PF_V_ROW>());
+        pf_copy_rows<PF_V_PIECES, PF_V_STORED, PF_V_ROW>(
+            stage + PF_KEYS * PF_K_ROW, (const char *)call.v.data,
+            (stream.v + pages * call.v.stride_batch + place * call.v.stride_token) * bytes,
+            call.v.stride_token * bytes, valid);
     if constexpr (PF_SCALED) {
         unsigned char *scales = stage + PF_KEYS * (PF_K_ROW + PF_V_ROW);
         for (int x = thread; x < 2 * PF_KEYS; x += PF_LANES) {
@@ -225,7 +226,7 @@ PF_DEVICE void pf_fill(const pf_call &call, const pf_stream &stream, unsigned ch
                 continue; /* `pf_attend` knows */
             const int64_t base = x < PF_KEYS ? stream.k_scale : stream.v_scale;
             const int32_t key = PF_PAGED == PF_ANY_PAGES ? place : place + lane % PF_KEYS;
-            const int64_t offset = base + page * t.stride_batch * (PF_PAGED != PF_NOT_PAGED) + key * t.stride_token;
+            const int64_t offset = base + pages * t.stride_batch + key * t.stride_token;
             pf_cp_async4(scales + 4 * x, (const float *)t.data + offset, valid >> lane % PF_KEYS & 1);
         }
     }
