@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from .._description import Array
 
+_MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 #: The oldest architecture that the kernels are written for.
 MIN_CAPABILITY = 75
 _INSTALL = "pip install 'pyflash-attention[cuda13]', or [cuda12] for drivers of CUDA 12"
@@ -161,13 +162,13 @@ class _CupyDevice:
         parameters = (ctypes.c_void_p * 1)(argument.ctypes.data)
         with self.current():
             if shared_bytes > kernel.shared_bytes:
-                kernel.function.max_dynamic_shared_size_bytes = shared_bytes
+                status = self._driver.cuFuncSetAttribute(kernel.handle, _MAX_DYNAMIC_SHARED, shared_bytes)
+                _check(self._driver, status, f"give a kernel of pyflash {shared_bytes} bytes of shared memory")
                 kernel.shared_bytes = shared_bytes
             status = self._driver.cuLaunchKernel(
                 kernel.handle, *grid, threads, 1, 1, shared_bytes, ctypes.c_void_p(stream), parameters, None
             )
-        if status:
-            raise RuntimeError(f"CUDA could not launch a kernel of pyflash: {_driver_error(self._driver, status)}")
+        _check(self._driver, status, "launch a kernel of pyflash")
 
     def allocate(self, num_bytes: int, stream: int) -> _CupyMemory:
         with self.current(), self._stream(stream):
@@ -252,7 +253,13 @@ def _driver_library() -> Any:
     library = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
     word, place = ctypes.c_uint, ctypes.c_void_p
     library.cuLaunchKernel.argtypes = [place, *(word,) * 7, place, place, place]
+    library.cuFuncSetAttribute.argtypes = [place, ctypes.c_int, ctypes.c_int]
     return library
+
+
+def _check(library: Any, status: int, what: str) -> None:
+    if status:
+        raise RuntimeError(f"CUDA could not {what}: {_driver_error(library, status)}")
 
 
 def _driver_error(library: Any, status: int) -> str:

@@ -162,9 +162,9 @@ def split_fields(problem: Problem, split_keys: int) -> tuple[int, int, int]:
 
 
 def combine_step(problem: Problem, fields: tuple[tuple[str, int], ...]) -> Step:
-    """Return the launch that merges the states of splits, one warp a row."""
-    warps = 4
-    blocks = row_blocks(problem, warps, problem.num_heads * problem.batch)
+    """Return the launch that merges the states of splits, one block a row."""
+    warps = min(max(ceil_div(problem.head_dim_v, 32), 1), 4)
+    blocks = row_blocks(problem, 1, problem.num_heads * problem.batch)
     source = Source("combine.cu", "pf_combine", generic_defines(problem), problem.expressions)
     return Step(
         source,

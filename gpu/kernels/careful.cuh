@@ -8,12 +8,28 @@
 
 #define PF_WARP_ALL 0xffffffffu
 
+/* Types that a kernel has been compiled for; with these known, half as much code. */
+#ifdef PF_Q_TYPE
+#define PF_TYPE_OF_Q(call) (PF_Q_TYPE)
+#else
+#define PF_TYPE_OF_Q(call) ((call).q.dtype)
+#endif
+#ifdef PF_KV_TYPE
+#define PF_TYPE_OF_KV(call) (PF_KV_TYPE)
+#else
+#define PF_TYPE_OF_KV(call) ((call).k.dtype)
+#endif
+
 /* Keys of a tile, some a lane: few enough to be summed up from zero in a chain. Outputs that one pass computes,
  * some a lane; wider values take several passes. */
 enum {
     PF_CAREFUL_KEYS = 8,
     PF_CAREFUL_TILE = 32 * PF_CAREFUL_KEYS,
+#ifdef PF_HEAD_DIM_V /* known to a kernel: no more registers and code than it takes */
+    PF_CAREFUL_REGISTERS = (PF_HEAD_DIM_V + 31) / 32 < 18 ? (PF_HEAD_DIM_V + 31) / 32 : 18,
+#else
     PF_CAREFUL_REGISTERS = 18,
+#endif
     PF_CAREFUL_DIMS = 32 * PF_CAREFUL_REGISTERS,
 };
 
@@ -56,8 +72,8 @@ PF_DEVICE pf_real pf_product(const pf_call &call, const pf_sequence &s, const pf
     const pf_real scale = pf_scale_at(call, call.k_scale, s, q.kv_head, j);
     pf_real sum = 0;
     for (int64_t d = 0; d < call.head_dim; d++)
-        sum += pf_element(query, call.q.dtype, call.q.stride_dim, d) *
-               (scale * pf_element(key, call.k.dtype, call.k.stride_dim, d));
+        sum += pf_element(query, PF_TYPE_OF_Q(call), call.q.stride_dim, d) *
+               (scale * pf_element(key, PF_TYPE_OF_KV(call), call.k.stride_dim, d));
     if (call.q_scale.data)
         sum *= (pf_real)((const float *)call.q_scale.data)[pf_query_offset(call.q_scale, s, q.head, q.i)];
     return sum;
@@ -110,7 +126,7 @@ static __device__ void pf_careful_side(const pf_call &call, const pf_sequence &s
                 for (int r = 0; r < PF_CAREFUL_REGISTERS; r++) {
                     const int64_t d = first_dim + lane + 32 * r;
                     if (d < call.head_dim_v)
-                        sums[r] += weight * (factor * pf_element(value, call.v.dtype, call.v.stride_dim, d));
+                        sums[r] += weight * (factor * pf_element(value, PF_TYPE_OF_KV(call), call.v.stride_dim, d));
                 }
             }
 #pragma unroll
@@ -126,6 +142,7 @@ PF_DEVICE void pf_careful_fold(const pf_call &call, const pf_sequence &s, const 
 #pragma unroll
     for (int r = 0; r < PF_CAREFUL_REGISTERS; r++)
         state->o[r] = 0;
+#pragma unroll 1
     for (int side = 0; side < PF_NUM_SIDES; side++)
         pf_careful_side(call, s, q, side, lo, hi, first_dim, value_factor, state);
 }
@@ -160,6 +177,7 @@ static __device__ __noinline__ void pf_careful_row(const pf_call &call, const pf
     const pf_query q = pf_get_query(call, s, head, i);
     for (int64_t first_dim = 0; first_dim < call.head_dim_v; first_dim += PF_CAREFUL_DIMS) {
         unsigned wanted = ~0u;
+#pragma unroll 1
         for (int attempt = 0; attempt < 2; attempt++) {
             const pf_real value_factor = attempt ? PF_SMALLER_VALUES : (pf_real)1;
             pf_row_state state;

@@ -59,6 +59,11 @@ static inline uint32_t pf_pack_bf16(float lo, float hi) {
     return (uint32_t)pf_to_bf16(hi) << 16 | pf_to_bf16(lo);
 }
 
+static inline uint32_t pf_add_f16(uint32_t a, uint32_t b) {
+    return pf_pack_f16(pf_from_f16((uint16_t)a) + pf_from_f16((uint16_t)b),
+                       pf_from_f16((uint16_t)(a >> 16)) + pf_from_f16((uint16_t)(b >> 16)));
+}
+
 /* --- asynchronous copies: data lands at the wait at the latest, and by default not before --- */
 
 static inline void pf_cp_async16(void *shared, const void *global, bool valid, PF_HERE) {
