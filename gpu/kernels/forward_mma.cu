@@ -31,9 +31,11 @@ enum {
     PF_V_BYTES = PF_TILE * PF_HEAD_DIM_V * 2,
     PF_V_END = PF_V_AT + PF_STAGES * PF_V_BYTES,
     PF_OUT_BYTES = PF_ROWS * PF_HEAD_DIM_V * 2,
-    /* Behind them: spans of the rows, places of keys and values, what terms need to know of a row. */
-    PF_SPANS_AT = PF_V_END > PF_OUT_BYTES ? PF_V_END : PF_OUT_BYTES,
-    PF_PLACES_AT = PF_SPANS_AT + PF_ROWS * 8,
+    /* Behind them: the block, spans of its rows, places of keys and values, what terms need to know of a row. */
+    PF_BLOCK_AT = PF_V_END > PF_OUT_BYTES ? PF_V_END : PF_OUT_BYTES,
+    PF_BLOCK_BYTES = 320,
+    PF_SPANS_AT = PF_BLOCK_AT + PF_BLOCK_BYTES,
+    PF_PLACES_AT = PF_SPANS_AT + PF_NUM_SIDES * PF_ROWS * 8,
     PF_QUERIES_AT = PF_PLACES_AT + (PF_PAGED ? 2 * 2 * PF_TILE * 8 : 0),
 };
 
@@ -47,18 +49,27 @@ struct pf_row_terms {
     int32_t head;
 };
 
-/* The rows of a block. */
+/* What a block works on; in shared memory, since between begin and end registers are needed for sums. */
 struct pf_block {
-    int64_t first, num_rows, group;
-    int64_t head; /* of the keys where PF_PACKED */
+    pf_sequence s;
+    int64_t first, num_rows; /* of the rows; those of the sequence */
+    int64_t head;            /* of the keys where PF_PACKED */
+    int64_t split;
+    /* Tiles [begin, end) of each side; those in [full_begin, full_end) need no test. */
+    int32_t begin[PF_NUM_SIDES], end[PF_NUM_SIDES], full_begin[PF_NUM_SIDES], full_end[PF_NUM_SIDES];
 };
 
 PF_DEVICE int64_t pf_query_of(const pf_block &block, int64_t row) {
-    return PF_PACKED ? pf_quotient(row, block.group) : row;
+    return PF_PACKED ? pf_quotient(row, block.s.group) : row;
+}
+
+/* The last row stands for those past it. */
+PF_DEVICE int64_t pf_row_of(const pf_block &block, int row) {
+    return pf_min(block.first + row, block.num_rows - 1);
 }
 
 PF_DEVICE int64_t pf_head_of(const pf_block &block, int64_t row) {
-    return PF_PACKED ? block.head * block.group + (row - pf_quotient(row, block.group) * block.group)
+    return PF_PACKED ? block.head * block.s.group + (row - pf_quotient(row, block.s.group) * block.s.group)
                      : block.head;
 }
 
@@ -278,11 +289,10 @@ PF_DEVICE void pf_finish_row(const pf_call &call, const pf_sequence &s, const pf
 
 /* What a tile needs beside the products: final scores, -inf for what a row does not see. `bottom` becomes the
  * lowest that the maximum of a row can be: -inf if the row sees none of the tile. `first` is the first key. */
-PF_DEVICE void pf_finish_scores(const pf_call &call, const pf_sequence &s, const unsigned char *shared,
-                                int first, pf_scores &score, float (&bottom)[PF_ROW_TILES][2]) {
+PF_DEVICE void pf_finish_scores(const pf_call &call, const pf_sequence &s, const int2 *spans,
+                                const pf_row_terms *terms, int first, pf_scores &score, float (&bottom)[PF_ROW_TILES][2]) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int2 *spans = (const int2 *)(shared + PF_SPANS_AT);
-#pragma unroll
+    #pragma unroll
     for (int m = 0; m < PF_ROW_TILES; m++)
 #pragma unroll
         for (int h = 0; h < 2; h++) {
@@ -294,7 +304,6 @@ PF_DEVICE void pf_finish_scores(const pf_call &call, const pf_sequence &s, const
             for (int i = 0; i < PF_TILE / 4; i++)
                 hidden |= (uint32_t)(8 * (i / 2) + i % 2 < lo || 8 * (i / 2) + i % 2 >= hi) << i;
 #if PF_FINAL
-            const pf_row_terms *terms = (const pf_row_terms *)(shared + PF_QUERIES_AT);
             pf_finish_row(call, s, terms[row], m, h, first, score, hidden);
 #endif
 #pragma unroll
@@ -347,6 +356,7 @@ PF_DEVICE void pf_add_tile(pf_warp_state &state, pf_scores &score, const float (
             /* Before a row has seen a key its weights are e^-inf, whatever the base. */
             base[m][h] = PF_FINAL ? pf_floored(top) : top == -pf_infinity() ? 0 : top * unit;
             sum[m][h] = 0;
+            state.l[m][h] *= alpha[m][h];
         }
     if (__any_sync(PF_WARP_ALL, moved)) { /* or else all factors are 1 */
 #pragma unroll
@@ -391,22 +401,22 @@ PF_DEVICE void pf_add_tile(pf_warp_state &state, pf_scores &score, const float (
     for (int m = 0; m < PF_ROW_TILES; m++)
 #pragma unroll
         for (int h = 0; h < 2; h++)
-            state.l[m][h] = state.l[m][h] * alpha[m][h] + sum[m][h];
+            state.l[m][h] += sum[m][h];
 }
 
 /* Rows of a warp once more, with care; the rare case, kept out of the kernel's registers. */
 static __device__ __noinline__ void pf_redo_rows(const pf_call &call, int64_t sequence, int64_t head,
                                                  int64_t first, uint32_t rows) {
-    const pf_sequence s = pf_get_sequence(call, sequence);
-    const pf_block block = {first, 0, s.group, head};
+    const pf_block block = {pf_get_sequence(call, sequence), first, 0, head, 0};
     for (int r = 0; r < PF_WARP_ROWS; r++)
         if (rows >> r & 1)
-            pf_careful_row(call, s, pf_head_of(block, first + r), pf_query_of(block, first + r));
+            pf_careful_row(call, block.s, pf_head_of(block, first + r), pf_query_of(block, first + r));
 }
 
 /* Puts the states of splits into the workspace. */
-PF_DEVICE void pf_store_states(const pf_call &call, const pf_sequence &s, const pf_block &block,
-                               int64_t split, int64_t first, const pf_warp_state &state) {
+PF_DEVICE void pf_store_states(const pf_call &call, const pf_block &block, int64_t first,
+                               const pf_warp_state &state) {
+    const pf_sequence &s = block.s;
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int m = 0; m < PF_ROW_TILES; m++)
@@ -416,7 +426,7 @@ PF_DEVICE void pf_store_states(const pf_call &call, const pf_sequence &s, const 
             if (i >= block.num_rows)
                 continue;
             const int64_t row = pf_state_row(call, s, pf_head_of(block, i), pf_query_of(block, i));
-            float *o = pf_partial_o(call, split, row);
+            float *o = pf_partial_o(call, block.split, row);
 #pragma unroll
             for (int n = 0; n < PF_HEAD_DIM_V / 8; n++)
                 if (8 * n < call.head_dim_v) {
@@ -424,15 +434,16 @@ PF_DEVICE void pf_store_states(const pf_call &call, const pf_sequence &s, const 
                     o[8 * n + lane % 4 * 2 + 1] = state.o[m][n][2 * h + 1];
                 }
             if (lane % 4 == 0) {
-                *pf_partial_m(call, split, row) = state.m[m][h];
-                *pf_partial_l(call, split, row) = state.l[m][h];
+                *pf_partial_m(call, block.split, row) = state.m[m][h];
+                *pf_partial_l(call, block.split, row) = state.l[m][h];
             }
         }
 }
 
 /* Finishes the rows of a warp and writes them. Shared memory is the warp's own from `staged` on. */
-PF_DEVICE void pf_store_rows(const pf_call &call, const pf_sequence &s, const pf_block &block, int64_t first,
-                             unsigned char *staged, pf_warp_state &state) {
+PF_DEVICE void pf_store_rows(const pf_call &call, const pf_block &block, int64_t first, unsigned char *staged,
+                             pf_warp_state &state) {
+    const pf_sequence &s = block.s;
     const int lane = threadIdx.x % 32;
     /* Lane r finishes row r: log-sum-exp and the factor of its output. */
     float own_m = 0, own_l = 0;
@@ -521,16 +532,51 @@ PF_DEVICE void pf_store_rows(const pf_call &call, const pf_sequence &s, const pf
         pf_redo_rows(call, s.index, block.head, first, broken);
 }
 
+/* What rows see of one side. */
+PF_DEVICE void pf_find_spans(const pf_call &call, pf_block &block, int side, int2 *spans) {
+    const pf_sequence &s = block.s;
+    const pf_span keys = {pf_split_lo(call, s, block.split), pf_split_lo(call, s, block.split + 1)};
+    pf_span any = keys, all = keys, own;
+    for (int row = threadIdx.x; row < PF_ROWS; row += PF_THREADS) {
+        own = keys;
+        if (PF_SPANS)
+            own = pf_clip(pf_visible(&s.mask, pf_query_of(block, pf_row_of(block, row)), side), keys.lo,
+                          keys.hi);
+        spans[row] = make_int2((int)own.lo, (int)own.hi);
+    }
+    if (threadIdx.x != 0)
+        return;
+    if (PF_SPANS) {
+        const int64_t first = pf_query_of(block, block.first);
+        const int64_t last = pf_query_of(block, pf_row_of(block, PF_ROWS - 1));
+        any = pf_clip(pf_visible_to_any(&s.mask, first, last, side), keys.lo, keys.hi);
+        all = pf_clip(pf_visible_to_all(&s.mask, first, last, side), keys.lo, keys.hi);
+    }
+    block.begin[side] = (int)any.lo / PF_TILE;
+    block.end[side] = any.lo < any.hi ? ((int)any.hi + PF_TILE - 1) / PF_TILE : block.begin[side];
+    block.full_begin[side] = ((int)all.lo + PF_TILE - 1) / PF_TILE;
+    block.full_end[side] = (int)all.hi / PF_TILE;
+}
+
 extern "C" __global__ void __launch_bounds__(PF_THREADS, PF_MIN_BLOCKS)
     pf_forward_mma(const __grid_constant__ pf_call call) {
     PF_DYNAMIC_SHARED(shared);
-    const pf_item item = pf_get_item(call, PF_PACKED ? call.num_kv_heads : call.num_heads, call.max_splits);
-    const pf_sequence s = pf_get_sequence(call, item.sequence);
-    /* Where rows see what is before them, the last ones have most to do: they come first. */
-    const pf_block block = {(call.row_blocks - 1 - item.row_block) * PF_ROWS,
-                            PF_PACKED ? s.num_queries * s.group : s.num_queries, s.group, item.head};
-    if (!pf_is_mine(call, s) || block.first >= block.num_rows || item.split >= pf_num_splits(call, s))
-        return;
+    pf_block &block = *(pf_block *)(shared + PF_BLOCK_AT);
+    static_assert(sizeof(pf_block) <= PF_BLOCK_BYTES, "a block has its place");
+    {
+        const pf_item item =
+            pf_get_item(call, PF_PACKED ? call.num_kv_heads : call.num_heads, call.max_splits);
+        const pf_sequence s = pf_get_sequence(call, item.sequence);
+        /* Where rows see what is before them, the last ones have most to do: they come first. */
+        const int64_t first = (call.row_blocks - 1 - item.row_block) * PF_ROWS;
+        const int64_t num_rows = PF_PACKED ? s.num_queries * s.group : s.num_queries;
+        if (!pf_is_mine(call, s) || first >= num_rows || item.split >= pf_num_splits(call, s))
+            return;
+        if (threadIdx.x == 0)
+            block = {s, first, num_rows, item.head, item.split};
+        __syncthreads();
+    }
+    const pf_sequence &s = block.s;
     const int warp = threadIdx.x / 32;
     const int64_t warp_first = block.first + warp * PF_WARP_ROWS;
     if (pf_find_bad(call, s)) {
@@ -543,15 +589,17 @@ extern "C" __global__ void __launch_bounds__(PF_THREADS, PF_MIN_BLOCKS)
     {
         typedef pf_copy<PF_HEAD_DIM> copy;
         for (int row = threadIdx.x / copy::LANES; row < PF_ROWS; row += copy::ROWS) {
-            const int64_t i = pf_min(block.first + row, block.num_rows - 1);
+            const int64_t i = pf_row_of(block, row);
             const char *q = pf_place(
                 call.q, pf_query_offset(call.q, s, pf_head_of(block, i), pf_query_of(block, i)));
             pf_copy_row<PF_HEAD_DIM>(shared, row, q, true, (int)call.head_dim);
         }
     }
+    for (int side = 0; side < PF_NUM_SIDES; side++)
+        pf_find_spans(call, block, side, (int2 *)(shared + PF_SPANS_AT) + side * PF_ROWS);
 #if PF_FINAL
     for (int row = threadIdx.x; row < PF_ROWS; row += PF_THREADS) {
-        const int64_t i = pf_min(block.first + row, block.num_rows - 1);
+        const int64_t i = pf_row_of(block, row);
         const pf_query q = pf_get_query(call, s, pf_head_of(block, i), pf_query_of(block, i));
         ((pf_row_terms *)(shared + PF_QUERIES_AT))[row] = {q.position, q.bias, q.mask, q.slope,
                                                            (int32_t)q.head};
@@ -570,17 +618,13 @@ extern "C" __global__ void __launch_bounds__(PF_THREADS, PF_MIN_BLOCKS)
                 state.o[m][n][2 * h] = state.o[m][n][2 * h + 1] = 0;
         }
 
-    const int64_t kv_head = PF_PACKED ? item.head : pf_quotient(item.head, s.group);
+    const int64_t kv_head = PF_PACKED ? block.head : pf_quotient(block.head, s.group);
     const pf_stream keys = pf_get_stream(call, call.k, s, kv_head, call.head_dim);
     const pf_stream values = pf_get_stream(call, call.v, s, kv_head, call.head_dim_v);
     int64_t *places = (int64_t *)(shared + PF_PLACES_AT);
-    int2 *spans = (int2 *)(shared + PF_SPANS_AT);
     const int num_keys = (int)s.mask.num_keys;
     const float unit = PF_FINAL ? (float)PF_LOG2_E : (float)(call.scale * PF_LOG2_E);
-    const int64_t key_lo = pf_split_lo(call, s, item.split), key_hi = pf_split_lo(call, s, item.split + 1);
-    const int64_t first_query = pf_query_of(block, block.first),
-                  last_query = pf_query_of(block, pf_min(block.first + PF_ROWS, block.num_rows) - 1);
-
+    const pf_row_terms *terms = (const pf_row_terms *)(shared + PF_QUERIES_AT);
     /* Copies begin for tiles up to the end of a side only. */
     int end = 0;
     const auto look_up = [&](int tile) {
@@ -600,27 +644,13 @@ extern "C" __global__ void __launch_bounds__(PF_THREADS, PF_MIN_BLOCKS)
 
     for (int side = PF_SPANS && s.mask.sink_tokens > 0 ? PF_SINK_KEYS : PF_WINDOW_KEYS; side < PF_NUM_SIDES;
          side++) {
-        pf_span any = {key_lo, key_hi}, all = any;
-        if (PF_SPANS) {
-            any = pf_clip(pf_visible_to_any(&s.mask, first_query, last_query, side), key_lo, key_hi);
-            all = pf_clip(pf_visible_to_all(&s.mask, first_query, last_query, side), key_lo, key_hi);
-        }
-        if (any.lo == any.hi)
+        __syncthreads(); /* what the block holds is there; tiles of the other side have been read */
+        const int begin = block.begin[side];
+        end = block.end[side];
+        if (begin >= end)
             continue;
-        /* Tiles [begin, end); those in [full_begin, full_end) need no test. */
-        const int begin = (int)any.lo / PF_TILE;
-        end = ((int)any.hi + PF_TILE - 1) / PF_TILE;
-        const int full_begin = ((int)all.lo + PF_TILE - 1) / PF_TILE, full_end = (int)all.hi / PF_TILE;
-        __syncthreads(); /* the other side's tiles and spans have been read */
-        for (int row = threadIdx.x; row < PF_ROWS; row += PF_THREADS) {
-            pf_span span = {key_lo, key_hi};
-            if (PF_SPANS)
-                span = pf_clip(
-                    pf_visible(&s.mask, pf_query_of(block, pf_min(block.first + row, block.num_rows - 1)),
-                               side),
-                    key_lo, key_hi);
-            spans[row] = make_int2((int)span.lo, (int)span.hi);
-        }
+        const int2 *spans = (const int2 *)(shared + PF_SPANS_AT) + side * PF_ROWS;
+        const int full_begin = block.full_begin[side], full_end = block.full_end[side];
         /* Places of a tile are looked up a step before its copy begins, with a barrier between. */
         if (PF_STAGES == 1) {
             look_up(begin);
@@ -676,7 +706,7 @@ extern "C" __global__ void __launch_bounds__(PF_THREADS, PF_MIN_BLOCKS)
                 continue;
             float bottom[PF_ROW_TILES][2];
             if (PF_FINAL || masked) {
-                pf_finish_scores(call, s, shared, first, score, bottom);
+                pf_finish_scores(call, s, spans, terms, first, score, bottom);
             } else {
 #pragma unroll
                 for (int m = 0; m < PF_ROW_TILES; m++)
@@ -699,7 +729,7 @@ extern "C" __global__ void __launch_bounds__(PF_THREADS, PF_MIN_BLOCKS)
             state.l[m][h] = pf_quad_sum(state.l[m][h]);
         }
     if (call.partial)
-        pf_store_states(call, s, block, item.split, warp_first, state);
+        pf_store_states(call, block, warp_first, state);
     else
-        pf_store_rows(call, s, block, warp_first, shared + warp * (PF_WARP_ROWS * PF_HEAD_DIM_V * 2), state);
+        pf_store_rows(call, block, warp_first, shared + warp * (PF_WARP_ROWS * PF_HEAD_DIM_V * 2), state);
 }
