@@ -162,7 +162,8 @@ class _CupyDevice:
         parameters = (ctypes.c_void_p * 1)(argument.ctypes.data)
         with self.current():
             if shared_bytes > kernel.shared_bytes:
-                kernel.function.max_dynamic_shared_size_bytes = shared_bytes
+                # attribute 8 of a function: its most dynamic shared memory
+                self._driver.cuFuncSetAttribute(kernel.handle, 8, shared_bytes)
                 kernel.shared_bytes = shared_bytes
             status = self._driver.cuLaunchKernel(
                 kernel.handle, *grid, threads, 1, 1, shared_bytes, ctypes.c_void_p(stream), parameters, None

@@ -44,7 +44,7 @@ def shared_bytes(tiles: Tiles, width: int, width_v: int, *, paged: bool, final: 
     """Return the shared memory of a block: the sum that the enumeration in forward_mma.cu has."""
     arrays = tiles.rows * width * 2 + tiles.stages * tiles.tile * (width + width_v) * 2
     arrays = max(arrays, tiles.rows * width_v * 2)
-    return arrays + 320 + 16 * tiles.rows + (32 * tiles.tile if paged else 0) + (32 * tiles.rows if final else 0)
+    return arrays + 384 + 16 * tiles.rows + (32 * tiles.tile if paged else 0) + (32 * tiles.rows if final else 0)
 
 
 def _candidates(width: int, width_v: int, *, wide_terms: bool) -> Iterator[Tiles]:

@@ -33,7 +33,7 @@ enum {
     PF_OUT_BYTES = PF_ROWS * PF_HEAD_DIM_V * 2,
     /* Behind them: the block, spans of its rows, places of keys and values, what terms need to know of a row. */
     PF_BLOCK_AT = PF_V_END > PF_OUT_BYTES ? PF_V_END : PF_OUT_BYTES,
-    PF_BLOCK_BYTES = 320,
+    PF_BLOCK_BYTES = 384,
     PF_SPANS_AT = PF_BLOCK_AT + PF_BLOCK_BYTES,
     PF_PLACES_AT = PF_SPANS_AT + PF_NUM_SIDES * PF_ROWS * 8,
     PF_QUERIES_AT = PF_PLACES_AT + (PF_PAGED ? 2 * 2 * PF_TILE * 8 : 0),
@@ -49,12 +49,20 @@ struct pf_row_terms {
     int32_t head;
 };
 
+/* Keys or values of one head. */
+struct pf_stream {
+    const char *data; /* of key 0, unless paged */
+    int64_t stride;   /* bytes between keys, unless paged */
+    int width;
+};
+
 /* What a block works on; in shared memory, since between begin and end registers are needed for sums. */
 struct pf_block {
     pf_sequence s;
     int64_t first, num_rows; /* of the rows; those of the sequence */
     int64_t head;            /* of the keys where PF_PACKED */
-    int64_t split;
+    int64_t split, kv_head;
+    pf_stream keys, values;
     /* Tiles [begin, end) of each side; those in [full_begin, full_end) need no test. */
     int32_t begin[PF_NUM_SIDES], end[PF_NUM_SIDES], full_begin[PF_NUM_SIDES], full_end[PF_NUM_SIDES];
 };
@@ -102,13 +110,6 @@ PF_DEVICE void pf_copy_row(unsigned char *tile, uint32_t row, const char *from, 
                       valid && (int)piece * 8 < width);
     }
 }
-
-/* Keys or values of one head. */
-struct pf_stream {
-    const char *data; /* of key 0, unless paged */
-    int64_t stride;   /* bytes between keys, unless paged */
-    int width;
-};
 
 PF_DEVICE pf_stream pf_get_stream(const pf_call &call, const pf_tensor &t, const pf_sequence &s,
                                   int64_t kv_head, int64_t width) {
@@ -407,7 +408,7 @@ PF_DEVICE void pf_add_tile(pf_warp_state &state, pf_scores &score, const float (
 /* Rows of a warp once more, with care; the rare case, kept out of the kernel's registers. */
 static __device__ __noinline__ void pf_redo_rows(const pf_call &call, int64_t sequence, int64_t head,
                                                  int64_t first, uint32_t rows) {
-    const pf_block block = {pf_get_sequence(call, sequence), first, 0, head, 0};
+    const pf_block block = {pf_get_sequence(call, sequence), first, 0, head, 0, 0, {}, {}, {}, {}, {}, {}};
     for (int r = 0; r < PF_WARP_ROWS; r++)
         if (rows >> r & 1)
             pf_careful_row(call, block.s, pf_head_of(block, first + r), pf_query_of(block, first + r));
@@ -572,14 +573,18 @@ extern "C" __global__ void __launch_bounds__(PF_THREADS, PF_MIN_BLOCKS)
         const int64_t num_rows = PF_PACKED ? s.num_queries * s.group : s.num_queries;
         if (!pf_is_mine(call, s) || first >= num_rows || item.split >= pf_num_splits(call, s))
             return;
-        if (threadIdx.x == 0)
-            block = {s, first, num_rows, item.head, item.split};
+        if (threadIdx.x == 0) {
+            const int64_t kv_head = PF_PACKED ? item.head : pf_quotient(item.head, s.group);
+            block = {s, first, num_rows, item.head, item.split, kv_head, {}, {}, {}, {}, {}, {}};
+            block.keys = pf_get_stream(call, call.k, s, kv_head, call.head_dim);
+            block.values = pf_get_stream(call, call.v, s, kv_head, call.head_dim_v);
+        }
         __syncthreads();
     }
     const pf_sequence &s = block.s;
     const int warp = threadIdx.x / 32;
-    const int64_t warp_first = block.first + warp * PF_WARP_ROWS;
     if (pf_find_bad(call, s)) {
+        const int64_t warp_first = block.first + warp * PF_WARP_ROWS;
         for (int64_t row = warp_first; row < pf_min(warp_first + PF_WARP_ROWS, block.num_rows); row++)
             if (!call.partial)
                 pf_store_bad_row(call, s, pf_head_of(block, row), pf_query_of(block, row));
@@ -618,28 +623,26 @@ extern "C" __global__ void __launch_bounds__(PF_THREADS, PF_MIN_BLOCKS)
                 state.o[m][n][2 * h] = state.o[m][n][2 * h + 1] = 0;
         }
 
-    const int64_t kv_head = PF_PACKED ? block.head : pf_quotient(block.head, s.group);
-    const pf_stream keys = pf_get_stream(call, call.k, s, kv_head, call.head_dim);
-    const pf_stream values = pf_get_stream(call, call.v, s, kv_head, call.head_dim_v);
     int64_t *places = (int64_t *)(shared + PF_PLACES_AT);
-    const int num_keys = (int)s.mask.num_keys;
     const float unit = PF_FINAL ? (float)PF_LOG2_E : (float)(call.scale * PF_LOG2_E);
     const pf_row_terms *terms = (const pf_row_terms *)(shared + PF_QUERIES_AT);
     /* Copies begin for tiles up to the end of a side only. */
     int end = 0;
     const auto look_up = [&](int tile) {
         if (PF_PAGED)
-            pf_find_places(call, s, kv_head, places + tile % 2 * (2 * PF_TILE), tile * PF_TILE);
+            pf_find_places(call, s, block.kv_head, places + tile % 2 * (2 * PF_TILE), tile * PF_TILE);
     };
     const auto copy_keys = [&](int tile) {
         if (tile < end)
-            pf_copy_tile<PF_HEAD_DIM>(shared + PF_K_AT + tile % PF_STAGES * PF_K_BYTES, keys,
-                                      places + tile % 2 * (2 * PF_TILE), tile * PF_TILE, num_keys);
+            pf_copy_tile<PF_HEAD_DIM>(shared + PF_K_AT + tile % PF_STAGES * PF_K_BYTES, block.keys,
+                                      places + tile % 2 * (2 * PF_TILE), tile * PF_TILE,
+ (int)s.mask.num_keys);
     };
     const auto copy_values = [&](int tile) {
         if (tile < end)
-            pf_copy_tile<PF_HEAD_DIM_V>(shared + PF_V_AT + tile % PF_STAGES * PF_V_BYTES, values,
-                                        places + tile % 2 * (2 * PF_TILE) + PF_TILE, tile * PF_TILE, num_keys);
+            pf_copy_tile<PF_HEAD_DIM_V>(shared + PF_V_AT + tile % PF_STAGES * PF_V_BYTES, block.values,
+                                        places + tile % 2 * (2 * PF_TILE) + PF_TILE, tile * PF_TILE,
+ (int)s.mask.num_keys);
     };
 
     for (int side = PF_SPANS && s.mask.sink_tokens > 0 ? PF_SINK_KEYS : PF_WINDOW_KEYS; side < PF_NUM_SIDES;
@@ -650,7 +653,6 @@ extern "C" __global__ void __launch_bounds__(PF_THREADS, PF_MIN_BLOCKS)
         if (begin >= end)
             continue;
         const int2 *spans = (const int2 *)(shared + PF_SPANS_AT) + side * PF_ROWS;
-        const int full_begin = block.full_begin[side], full_end = block.full_end[side];
         /* Places of a tile are looked up a step before its copy begins, with a barrier between. */
         if (PF_STAGES == 1) {
             look_up(begin);
@@ -687,7 +689,7 @@ extern "C" __global__ void __launch_bounds__(PF_THREADS, PF_MIN_BLOCKS)
             }
             /* Near a diagonal some warps see nothing of a tile, and others all of it. */
             const int first = tile * PF_TILE;
-            bool idle = false, masked = tile < full_begin || tile >= full_end;
+            bool idle = false, masked = tile < block.full_begin[side] || tile >= block.full_end[side];
             if (masked) {
                 const int2 above = spans[warp * PF_WARP_ROWS], below = spans[(warp + 1) * PF_WARP_ROWS - 1];
                 idle = above.x >= first + PF_TILE || below.y <= first;
@@ -728,6 +730,7 @@ extern "C" __global__ void __launch_bounds__(PF_THREADS, PF_MIN_BLOCKS)
                 top = pf_floored(top * (float)call.scale);
             state.l[m][h] = pf_quad_sum(state.l[m][h]);
         }
+    const int64_t warp_first = block.first + warp * PF_WARP_ROWS;
     if (call.partial)
         pf_store_states(call, block, warp_first, state);
     else
