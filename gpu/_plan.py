@@ -219,7 +219,7 @@ def plan(problem: Problem) -> Plan:
 
 def workspace_bytes(problem: Problem, found: Plan) -> int:
     """Return the bytes of the states of splits, 0 without splits."""
-    if len(found.steps) == 1 and found.max_splits == 1:
+    if found.max_splits == 1 and found.num_splits < 2:
         return 0
     return found.max_splits * problem.num_rows * (problem.head_dim_v + 2) * problem.state_bytes
 
