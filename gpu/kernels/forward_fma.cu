@@ -31,6 +31,15 @@
 #define PF_FOLD 1          /* scores are q.k times a positive factor: log2(e) goes into it */
 #endif
 
+#ifndef PF_STEP_OF_DIMS
+#define PF_STEP_OF_DIMS 16
+#endif
+#ifndef PF_UNROLL_KEYS
+#define PF_UNROLL_KEYS 2
+#endif
+#ifndef PF_UNROLL_LOADS
+#define PF_UNROLL_LOADS 8
+#endif
 enum {
     PF_THREADS = 32 * PF_WARPS,
     PF_WARP_ROWS = 2 * PF_THREAD_ROWS,
@@ -41,7 +50,7 @@ enum {
     PF_PARTS = PF_KEYS / PF_PART,
     PF_THREAD_DIMS = PF_DIM_V / PF_COLUMNS,
     PF_DIM_VEC = PF_THREAD_DIMS % PF_VEC == 0 ? PF_VEC : 2, /* outputs side by side */
-    PF_DIM_STEP = 16,                                       /* head_dim is multiplied in steps of */
+    PF_DIM_STEP = PF_STEP_OF_DIMS, /* head_dim is multiplied in steps of */
     /* Is anything done to scores beside a factor? Are keys hidden by what is no span? */
     PF_HIDES = PF_HAS(MASK) || PF_HAS(BIAS) || PF_HAS(TREE) || PF_HAS(MASK_MOD),
     PF_TABLE = PF_PAGED || PF_SCALED,
@@ -193,7 +202,7 @@ PF_DEVICE void pf_load_keys(const pf_call &call, const pf_tensor &t, const pf_se
         from += (kv_head * t.stride_head + s.kv_batch * t.stride_batch + (s.kv_token + first + row) * t.stride_token) *
                 pf_dtype_size(PF_KV_TYPE);
     to += row * PITCH;
-#pragma unroll 8
+#pragma unroll PF_UNROLL_LOADS
     for (int pass = 0; pass < PF_KEYS / shares::ROWS; pass++) {
         const int key = row + pass * shares::ROWS;
         const bool valid = key < left;
@@ -279,7 +288,7 @@ PF_DEVICE void pf_multiply_keys(const pf_real *q, const pf_real *k, int dims,
 /* Adds the values of one part to the sums of PF_CHUNK outputs of each row. */
 PF_DEVICE void pf_multiply_values(const pf_real *p, const pf_real *v,
                                   pf_real (&sums)[PF_THREAD_ROWS][PF_CHUNK]) {
-#pragma unroll 2
+#pragma unroll PF_UNROLL_KEYS
     for (int key = 0; key < PF_PART; key += PF_VEC) {
         pf_vector<PF_VEC> weight[PF_THREAD_ROWS];
 #pragma unroll
@@ -408,16 +417,31 @@ PF_DEVICE double pf_natural(pf_real m) {
     return PF_FOLD ? (double)m * PF_LN_2 : (double)m;
 }
 
+/* Each of the first lanes of a row group takes a row: what is done once a row is done by one lane. */
+PF_DEVICE void pf_share_rows(const pf_rows &rows, int column, pf_real *m, pf_real *l) {
+    *m = -(pf_real)pf_infinity();
+    *l = 0;
+#pragma unroll
+    for (int r = 0; r < PF_THREAD_ROWS; r++) {
+        const pf_real sum = pf_sum_of_row(rows.l[r]);
+        if (column == r) {
+            *m = rows.m[r];
+            *l = sum;
+        }
+    }
+}
+
 /* Writes rows that came out finite; returns bits of the others. */
 PF_DEVICE unsigned pf_store_rows(const pf_call &call, const pf_sequence &s, int64_t head, int64_t first_row,
                                  int num_rows, int row, int column, pf_rows &rows) {
-    const double sink = pf_sink_of(call, head);
     const int group = threadIdx.x % 32 / PF_COLUMNS;
+    pf_real m, l;
+    pf_share_rows(rows, column, &m, &l);
+    const pf_real my_factor = (pf_real)pf_output_factor(pf_natural(m), (double)l, pf_sink_of(call, head));
     unsigned broken = 0;
 #pragma unroll
     for (int r = 0; r < PF_THREAD_ROWS; r++) {
-        const double m = pf_natural(rows.m[r]), l = (double)pf_sum_of_row(rows.l[r]);
-        const pf_real factor = (pf_real)pf_output_factor(m, l, sink);
+        const pf_real factor = __shfl_sync(PF_WARP_ALL, my_factor, r, PF_COLUMNS);
         bool finite = true;
 #pragma unroll
         for (int c = 0; c < PF_THREAD_DIMS; c++) {
@@ -450,37 +474,39 @@ PF_DEVICE unsigned pf_store_rows(const pf_call &call, const pf_sequence &s, int6
                 if (d + e < call.head_dim_v)
                     pf_set_element(out, PF_OUT_TYPE, (d + e) * call.out.stride_dim, x.x[e]);
         }
-        if (column == 0)
-            pf_store_lse(call, s, head, first_row + row + r, m, l);
     }
+    if (column < PF_THREAD_ROWS && row + column < num_rows && !(broken >> column & 1))
+        pf_store_lse(call, s, head, first_row + row + column, pf_natural(m), (double)l);
     return broken;
 }
 
 /* The states of a split, in natural units. */
 PF_DEVICE void pf_store_states(const pf_call &call, const pf_sequence &s, int64_t head, int64_t split,
                                int64_t first_row, int num_rows, int row, int column, const pf_rows &rows) {
+    pf_real m, l, my_factor = 1;
+    pf_share_rows(rows, column, &m, &l);
+    if (PF_FOLD && m > pf_lowest<pf_real>()) { /* what rounding takes from m goes to l and o */
+        const double folded = (double)m;
+        m = (pf_real)pf_natural(m);
+        my_factor = (pf_real)exp2(folded - (double)m * PF_LOG2_E);
+    }
 #pragma unroll
     for (int r = 0; r < PF_THREAD_ROWS; r++) {
-        const pf_real l = pf_sum_of_row(rows.l[r]);
+        const pf_real factor = __shfl_sync(PF_WARP_ALL, my_factor, r, PF_COLUMNS);
         if (row + r >= num_rows)
             continue;
-        const int64_t place = pf_state_row(call, s, head, first_row + row + r);
-        pf_real m = rows.m[r], factor = 1;
-        if (PF_FOLD && m > pf_lowest<pf_real>()) { /* what rounding takes from m goes to l and o */
-            m = (pf_real)pf_natural(m);
-            factor = (pf_real)exp2((double)rows.m[r] - (double)m * PF_LOG2_E);
-        }
-        pf_real *o = pf_partial_o(call, split, place);
+        pf_real *o = pf_partial_o(call, split, pf_state_row(call, s, head, first_row + row + r));
 #pragma unroll
         for (int c = 0; c < PF_THREAD_DIMS; c++) {
             const int d = c / PF_DIM_VEC * PF_DIM_VEC * PF_COLUMNS + column * PF_DIM_VEC + c % PF_DIM_VEC;
             if (d < call.head_dim_v)
                 o[d] = rows.o[r][c] * factor;
         }
-        if (column == 0) {
-            *pf_partial_m(call, split, place) = m;
-            *pf_partial_l(call, split, place) = l * factor;
-        }
+    }
+    if (column < PF_THREAD_ROWS && row + column < num_rows) {
+        const int64_t place = pf_state_row(call, s, head, first_row + row + column);
+        *pf_partial_m(call, split, place) = m;
+        *pf_partial_l(call, split, place) = l * my_factor;
     }
 }
 
