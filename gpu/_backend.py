@@ -27,6 +27,8 @@ from .._masks import key_tiles
 from . import _choose, _compile, _device, _launch, _operations, _places, _plan
 
 _ALIGNMENT = 16
+#: Scores of scales beyond this may not be numbers of float32.
+_WIDE_SCALE = 1e30
 
 
 
@@ -90,6 +92,7 @@ class CudaBackend:
             terms=frozenset(terms),
             spans=args.causal or args.spans is not None or args.window != (-1, -1),
             positive_scale=args.scale > 0,
+            wide_scores=abs(args.scale) > _WIDE_SCALE,
             num_splits=args.num_splits,
             tile=args.tile,
             family=args.family,

@@ -13,10 +13,9 @@ from ._plan import Plan, Problem, Splits, Step, Variant
 
 def plan(problem: Problem) -> Plan:
     """Return how a problem is computed."""
-    families = _plan.families_of(problem)
-    if len(families) > 1:
+    if len(_plan.families_of(problem)) > 1:
         return _mixed(problem)
-    for module in (_decode, _forward_mma, _forward_fma):
+    for module in () if problem.wide_scores else (_decode, _forward_mma, _forward_fma):
         found = module.plan(problem)
         if found is not None:
             splits = Splits(found.max_splits, found.num_splits, found.split_keys)
@@ -27,7 +26,7 @@ def plan(problem: Problem) -> Plan:
 def _mixed(problem: Problem) -> Plan:
     """Return the plan of a call with sequences of both families: each kernel leaves those of the other alone."""
     kernel, tile, rows, steps = _prefill(problem)
-    found = _decode.decode_steps(problem)
+    found = None if problem.wide_scores else _decode.decode_steps(problem)
     if found is None:
         small, name = _plan.generic_steps(problem, "decode"), "generic"
     else:
@@ -42,7 +41,7 @@ def _mixed(problem: Problem) -> Plan:
 def _prefill(problem: Problem) -> tuple[str, int, int, tuple[Step, ...]]:
     """Return (kernel, keys of a tile, rows of a block, launches) for the sequences of many rows."""
     for module, kernel in ((_forward_mma, "forward_mma"), (_forward_fma, "forward_fma")):
-        if module.takes(problem):
+        if not problem.wide_scores and module.takes(problem):
             splits = Splits(*_plan.split_fields(problem, 0))
             step = module.prefill_step(problem)._replace(splits=splits)
             tile, rows = module.tile_of(problem)

@@ -53,6 +53,7 @@ class Problem(NamedTuple):
     terms: frozenset[str] = frozenset()  # of `TERMS`
     spans: bool = False  # causal, window or spans: not every row sees every key
     positive_scale: bool = True
+    wide_scores: bool = False  # scores may be beyond float32
     num_splits: int | None = None
     tile: int | None = None
     family: str | None = None
@@ -67,12 +68,12 @@ class Problem(NamedTuple):
     @property
     def real(self) -> str:
         """The type of C that is computed in."""
-        return "double" if self.q_dtype == "float64" else "float"
+        return "double" if self.q_dtype == "float64" or self.wide_scores else "float"
 
     @property
     def state_bytes(self) -> int:
         """Bytes of one number of a state."""
-        return 8 if self.q_dtype == "float64" else 4
+        return 8 if self.real == "double" else 4
 
     @property
     def num_rows(self) -> int:
