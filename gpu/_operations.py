@@ -79,8 +79,11 @@ def merge_states(device: _device.Device, stream: int, places: _places.Places, ar
 # --- appending to a cache ---
 
 
-def _append_source(name: str, wide: bool) -> Source:
-    return Source("append.cu", name, (_real(wide),))
+def _append_source(name: str, wide: bool, types: tuple[int, int] | None = None) -> Source:
+    """Return a kernel of an append; `types` are the codes of the types of tokens and caches."""
+    names = ("PF_FROM", "PF_TO")
+    constants = () if types is None else tuple(zip(names, map(str, types), strict=True))
+    return Source("append.cu", name, (_real(wide), *constants))
 
 
 def _without_replaced(slots: Array) -> Array:
@@ -109,7 +112,8 @@ def append_kv(device: _device.Device, stream: int, places: _places.Places, args:
     wanted = _plan.ceil_div(8 * device.num_sms, num_runs)
     per_run = max(min(wanted, _plan.ceil_div(num_rows * per_block, _APPEND_WARPS)), 1)
     call["tokens_per_block"], call["blocks_per_run"] = per_block, per_run
-    _run(device, stream, _append_source("pf_append", wide), num_runs * per_run, 32 * _APPEND_WARPS, call)
+    source = _append_source("pf_append", wide, (int(call["k"]["dtype"]), int(call["k_cache"]["dtype"])))
+    _run(device, stream, source, num_runs * per_run, 32 * _APPEND_WARPS, call)
     del found
     places.fetch()
 
@@ -224,8 +228,11 @@ def variants() -> Iterator[_plan.Variant]:
     everything = 2 ** len(_plan.TERMS) - 1 - _plan.TERMS["score_mod"] - _plan.TERMS["mask_mod"]
     for wide in (False, True):
         yield _plan.Variant(_merge_source(wide), ())
-        for name in ("pf_append_places", "pf_append"):
-            yield _plan.Variant(_append_source(name, wide), ())
+        yield _plan.Variant(_append_source("pf_append_places", wide), ())
+        floats = [dtype for dtype in _dtypes.FLOATS if (dtype.name == "float64") == wide]
+        for given in floats:
+            for stored in floats if wide else (*floats, *_dtypes.QUANTISED):
+                yield _plan.Variant(_append_source("pf_append", wide, (given.code, stored.code)), ())
         defines = (_real(wide), ("PF_TERMS", str(everything)))
         for name in ("pf_stats_rows", "pf_stats_keys"):
             for rows in (_STATS_ROWS, _STATS_FEW_ROWS):

@@ -84,7 +84,7 @@ PF_DEVICE void pf_merge_one(const pf_merge_call &call, const pf_merge_row &row) 
     }
 }
 
-extern "C" __global__ void __launch_bounds__(128) pf_merge(const __grid_constant__ pf_merge_call call) {
+extern "C" __global__ void __launch_bounds__(128, 4) pf_merge(const __grid_constant__ pf_merge_call call) {
     const int64_t warps = blockDim.x / 32, num_rows = call.batch * call.seqlen * call.num_heads;
     for (int64_t i = blockIdx.x * warps + threadIdx.x / 32; i < num_rows; i += gridDim.x * warps) {
         const int64_t token = pf_quotient(i, call.num_heads), b = pf_quotient(token, call.seqlen);
