@@ -6,7 +6,8 @@ is taken only for what the caller did not provide.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import Any
 
 from .. import _arrays
 from .._arrays import DeviceArray
@@ -20,15 +21,14 @@ from .._description import (
     Repeat,
     StatsArgs,
 )
-from .._errors import BackendUnavailable, invalid
+from .._errors import BackendUnavailable, invalid, unsupported
+from .._layout import row_blocks, sequences
+from .._masks import key_tiles
 from . import _compile, _device, _launch, _operations, _places, _plan
 
 _ALIGNMENT = 16
 
 
-class _Prepared(NamedTuple):
-    problem: _plan.Problem
-    plan: _plan.Plan
 
 
 class CudaBackend:
@@ -40,17 +40,16 @@ class CudaBackend:
         """Return why no GPU can be used, None if one can."""
         return _device.platform.unavailable()
 
-    def _device_of(self, *arrays: Any) -> tuple[_device.Device, int]:
-        """Return the device of a call and the stream of its arrays."""
+    def _device_of(self, first: Array, others: Iterable[Any]) -> tuple[_device.Device, int]:
+        """Return the device of a call and the stream for its work, which is that of its first argument."""
         if (reason := self.unavailable()) is not None:
             raise BackendUnavailable(f"backend: 'cuda' is not available: {reason}")
-        there = [x for x in arrays if isinstance(x, DeviceArray)]
-        if not there:
+        if not isinstance(first, DeviceArray):
             device = _device.platform.device(_device.platform.current_device())
             return device, device.stream()
-        device = _device.platform.device(there[0].device)
-        stream, others = _arrays.streams_of(there[0], there)
-        for other in others:
+        device = _device.platform.device(first.device)
+        stream, waits = _arrays.streams_of(first, others)
+        for other in waits:
             device.wait_for(stream, other)
         return device, stream
 
@@ -98,11 +97,18 @@ class CudaBackend:
             expressions=expressions,
         )
 
+    def _plan(self, problem: _plan.Problem) -> _plan.Plan:
+        plan = _plan.plan(problem)
+        if problem.tile not in (None, plan.tile):
+            where = f"the {plan.kernel} kernel of the cuda backend"
+            raise unsupported("tile", repr(problem.tile), where, f"leave it out: its tiles have {plan.tile} keys")
+        return plan
+
     def attention(self, args: AttentionArgs, *, again: Arrays | None = None) -> Repeat | None:
         """Fill ``args.out`` and ``args.lse``."""
-        device, stream = self._device_of(args.q, args.k, args.v, args.out)
+        device, stream = self._device_of(args.q, (*args, *(args.spans or ())))
         problem = self._problem(args, device)
-        plan = _plan.plan(problem)
+        plan = self._plan(problem)
         if not args.out.size:
             return None
         places = _places.Places(device, stream)
@@ -122,6 +128,7 @@ class CudaBackend:
                 if args.workspace.nbytes < needed:
                     raise invalid("workspace", f"{args.workspace.nbytes} bytes", f"at least {needed}")
                 call["partial"] = places.place(args.workspace)[0]
+        _compile.warm_up(device, [step.source for step in plan.steps])
         for step in plan.steps:
             self._launch(device, stream, step, call)
         places.fetch()
@@ -135,29 +142,30 @@ class CudaBackend:
 
     def merge_states(self, args: MergeArgs) -> None:
         """Fill ``args.out`` and ``args.lse``."""
-        device, stream = self._device_of(*args)
+        device, stream = self._device_of(args.parts, args)
         _operations.merge_states(device, stream, _places.Places(device, stream), args)
 
     def append_kv(self, args: AppendArgs) -> None:
         """Write the tokens into the caches."""
-        device, stream = self._device_of(*args)
+        device, stream = self._device_of(args.k, args)
         _operations.append_kv(device, stream, _places.Places(device, stream), args)
 
     def attention_stats(self, args: StatsArgs) -> None:
         """Fill the results in `args` that are not None."""
-        device, stream = self._device_of(args.attention.q, *args.attention, *args)
+        device, stream = self._device_of(args.attention.q, (*args.attention, *args))
         problem = self._problem(args.attention, device)
         _operations.attention_stats(device, stream, _places.Places(device, stream), args, problem)
 
     def explain(self, args: AttentionArgs) -> Explanation:
         """Say what `attention` would do, without doing it."""
-        device, _ = self._device_of(args.q, args.k, args.v, args.out)
+        device, _ = self._device_of(args.q, (*args, *(args.spans or ())))
         problem = self._problem(args, device)
-        plan = _plan.plan(problem)
+        plan = self._plan(problem)
         rows = "family: asked for" if args.family is not None else (
             f"family: decode up to {_plan.DECODE_MAX_ROWS} query rows per key/value head "
             f"({problem.group} per query)"
         )
+        total, seen, told = _tiles(args, plan)
         return Explanation(
             backend=self.name,
             kernel=plan.kernel,
@@ -168,11 +176,25 @@ class CudaBackend:
             num_splits=plan.max_splits,
             num_items=plan.steps[0].num_blocks,
             num_threads=plan.steps[0].threads,
-            tiles_total=0,
-            tiles_skipped=0,
+            tiles_total=total,
+            tiles_skipped=total - seen,
             workspace_bytes=_plan.workspace_bytes(problem, plan),
-            reasons=(f"isa: {device.name}", rows, *plan.reasons),
+            reasons=(f"isa: {device.name}", rows, *plan.reasons, *told),
         )
+
+
+def _tiles(args: AttentionArgs, plan: _plan.Plan) -> tuple[int, int, tuple[str, ...]]:
+    """Return the key tiles of all work items and those that some row of the item sees, and what to add."""
+    if any(map(_places.any_on_device, args._replace(q=None, k=None, v=None, out=None, lse=None))):  # type: ignore[arg-type]
+        return 0, 0, ("tiles: not counted, since lengths or masks lie on the device",)
+    args = args._replace(score_mod=None, mask_mod=None)  # expressions, which hide no whole tile as far as is known
+    total = seen = 0
+    for sequence in sequences(args):
+        tiles = -(-sequence.seqlen_kv // plan.tile)
+        for block in row_blocks(args, sequence, plan.rows_per_item):
+            total += tiles
+            seen += sum(1 for _ in key_tiles(args, block, 0, sequence.seqlen_kv, plan.tile))
+    return total, seen, ()
 
 
 def _is_aligned(array: Array) -> bool:
@@ -182,7 +204,7 @@ def _is_aligned(array: Array) -> bool:
     *others, dim = array.strides
     return (
         (dim == array.itemsize or array.shape[3] == 1)
-        and array.ctypes.data % _ALIGNMENT == 0
+        and array.address % _ALIGNMENT == 0
         and all(s % _ALIGNMENT == 0 or n <= 1 for s, n in zip(others, array.shape[:3], strict=True))
     )
 

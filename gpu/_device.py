@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 import sys
 from typing import Any, Protocol
 
-import numpy as np
-
 from .._description import Array
 
+_MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 #: The oldest architecture that the kernels are written for.
 MIN_CAPABILITY = 75
 _INSTALL = "pip install 'pyflash-attention[cuda13]', or [cuda12] for drivers of CUDA 12"
@@ -112,6 +112,16 @@ class _On:
             self._runtime.setDevice(self._before)
 
 
+class _ForeignStream:
+    """A stream by its address, in the protocol by which libraries share streams."""
+
+    def __init__(self, address: int) -> None:
+        self._address = address
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self._address
+
+
 class _CupyDevice:
     def __init__(self, index: int) -> None:
         import cupy
@@ -131,6 +141,12 @@ class _CupyDevice:
     def current(self) -> _On:
         return _On(self._runtime, self.index)
 
+    def _stream(self, address: int) -> Any:
+        streams = self._cupy.cuda
+        if hasattr(streams.Stream, "from_external"):
+            return streams.Stream.from_external(_ForeignStream(address)) if address else streams.Stream.null
+        return streams.ExternalStream(address, self.index)  # before CuPy 14
+
     def compile(self, source: str, name: str, options: tuple[str, ...]) -> _CupyKernel:
         from . import _compile
 
@@ -146,16 +162,16 @@ class _CupyDevice:
         parameters = (ctypes.c_void_p * 1)(argument.ctypes.data)
         with self.current():
             if shared_bytes > kernel.shared_bytes:
-                kernel.function.max_dynamic_shared_size_bytes = shared_bytes
+                status = self._driver.cuFuncSetAttribute(kernel.handle, _MAX_DYNAMIC_SHARED, shared_bytes)
+                _check(self._driver, status, f"give a kernel of pyflash {shared_bytes} bytes of shared memory")
                 kernel.shared_bytes = shared_bytes
             status = self._driver.cuLaunchKernel(
                 kernel.handle, *grid, threads, 1, 1, shared_bytes, ctypes.c_void_p(stream), parameters, None
             )
-        if status:
-            raise RuntimeError(f"CUDA could not launch a kernel of pyflash: {_driver_error(self._driver, status)}")
+        _check(self._driver, status, "launch a kernel of pyflash")
 
     def allocate(self, num_bytes: int, stream: int) -> _CupyMemory:
-        with self.current(), self._cupy.cuda.ExternalStream(stream, self.index):
+        with self.current(), self._stream(stream):
             return _CupyMemory(self._cupy.cuda.alloc(num_bytes))
 
     def upload(self, array: Array, stream: int) -> _CupyMemory:
@@ -183,14 +199,24 @@ class _CupyDevice:
     def wait_for(self, stream: int, other: int) -> None:
         with self.current():
             event = self._cupy.cuda.Event(disable_timing=True)
-            event.record(self._cupy.cuda.ExternalStream(other, self.index))
-            self._cupy.cuda.ExternalStream(stream, self.index).wait_event(event)
+            event.record(self._stream(other))
+            self._stream(stream).wait_event(event)
 
 
 class _CupyPlatform:
-    @functools.cache  # noqa: B019 - there is one platform
+    def __init__(self) -> None:
+        self._process: int | None = None  # in which the driver has been started
+
     def unavailable(self) -> str | None:
         """Return why no GPU can be used, in one sentence."""
+        if self._process not in (None, os.getpid()):
+            return "this process was forked from one that had used CUDA; start it by spawn or forkserver"
+        reason = self._missing()
+        self._process = os.getpid()
+        return reason
+
+    @functools.cache  # noqa: B019 - there is one platform
+    def _missing(self) -> str | None:
         try:
             import cupy
         except ImportError as error:
@@ -227,7 +253,13 @@ def _driver_library() -> Any:
     library = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
     word, place = ctypes.c_uint, ctypes.c_void_p
     library.cuLaunchKernel.argtypes = [place, *(word,) * 7, place, place, place]
+    library.cuFuncSetAttribute.argtypes = [place, ctypes.c_int, ctypes.c_int]
     return library
+
+
+def _check(library: Any, status: int, what: str) -> None:
+    if status:
+        raise RuntimeError(f"CUDA could not {what}: {_driver_error(library, status)}")
 
 
 def _driver_error(library: Any, status: int) -> str:

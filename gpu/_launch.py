@@ -81,14 +81,20 @@ def pack(args: AttentionArgs, places: Places, unchecked: int) -> Array:
     """Return a pf_call; what belongs to a plan is still 0."""
     call = np.zeros((), struct("pf_call"))
     kv_code = _dtypes.BY_NAME[args.kv_dtype].code
-    call["q"] = tensor(places, args.q)
+    stored_q = _dtypes.lookup_stored(args.q.dtype)
+    assert stored_q is not None
+    call["q"] = tensor(places, args.q, code=stored_q.code)
     call["k"] = tensor(places, args.k, code=kv_code)
     call["v"] = tensor(places, args.v, code=kv_code)
     call["out"] = tensor(places, args.out)
     call["lse"] = tensor(places, args.lse, (0, 2, 1, None))
     call["k_scale"] = tensor(places, args.k_scale, (0, 1, 2, None))
     call["v_scale"] = tensor(places, args.v_scale, (0, 1, 2, None))
-    call["q_scale"] = tensor(places, args.q_scale, (0, None, 1, None))
+    scale = args.scale
+    if isinstance(args.q_scale, float):
+        scale *= args.q_scale
+    elif args.q_scale is not None:
+        call["q_scale"] = tensor(places, args.q_scale, (0, 1, 2, None))
     call["bias"] = tensor(places, args.bias, (0, 2, 1, 3))
     call["mask"] = tensor(places, args.mask, (0, 2, 1, 3), code=0)
     call["alibi_slopes"] = tensor(places, args.alibi_slopes, (0, None, 1, None))
@@ -116,7 +122,7 @@ def pack(args: AttentionArgs, places: Places, unchecked: int) -> Array:
             call[f"{name}_rows"], call[f"{name}_keys"] = term.shape[2:]
     call["window_left"], call["window_right"] = args.window
     call["sink_tokens"] = args.sink_tokens
-    call["scale"], call["softcap"] = args.scale, args.softcap
+    call["scale"], call["softcap"] = scale, args.softcap
     call["causal"], call["lse_includes_sinks"] = args.causal, args.lse_includes_sinks
     call["unchecked"] = unchecked
     return call

@@ -25,7 +25,7 @@ class Places(_launch.Places):
 
     def place(self, array: Array) -> tuple[int, tuple[int, ...]]:
         if isinstance(array, DeviceArray):
-            return array.ctypes.data, array.strides
+            return array.address, array.strides
         found = self._kept.get(id(array))
         if found is None:
             # Broadcast axes stay so: what a stride of 0 repeats is copied once.
@@ -66,10 +66,11 @@ class Places(_launch.Places):
 
 def unchecked(args: AttentionArgs) -> int:
     """Return the bits of those index arrays that nobody has looked into, since they lie on the device."""
-    return sum(bit for name, bit in _UNCHECKED.items() if _any_on_device(getattr(args, name)))
+    return sum(bit for name, bit in _UNCHECKED.items() if any_on_device(getattr(args, name)))
 
 
-def _any_on_device(value: Any) -> bool:
+def any_on_device(value: Any) -> bool:
+    """Return whether an array, or one of several, lies on the device."""
     if isinstance(value, tuple):
-        return any(map(_any_on_device, value))
+        return any(map(any_on_device, value))
     return isinstance(value, DeviceArray)

@@ -162,9 +162,9 @@ def split_fields(problem: Problem, split_keys: int) -> tuple[int, int, int]:
 
 
 def combine_step(problem: Problem, fields: tuple[tuple[str, int], ...]) -> Step:
-    """Return the launch that merges the states of splits, one warp a row."""
-    warps = 4
-    blocks = row_blocks(problem, warps, problem.num_heads * problem.batch)
+    """Return the launch that merges the states of splits, one block a row."""
+    warps = min(max(ceil_div(problem.head_dim_v, 32), 1), 4)
+    blocks = row_blocks(problem, 1, problem.num_heads * problem.batch)
     source = Source("combine.cu", "pf_combine", generic_defines(problem), problem.expressions)
     return Step(
         source,
@@ -180,6 +180,8 @@ def generic_defines(problem: Problem) -> tuple[tuple[str, str], ...]:
     return ("PF_REAL", problem.real), ("PF_TERMS", str(terms))
 
 
+#: Keys per tile of the generic kernel (PF_CAREFUL_TILE).
+GENERIC_TILE = 256
 #: Keys per split of the generic kernel in the decode family.
 GENERIC_SPLIT_KEYS = 512
 
@@ -197,7 +199,7 @@ def generic(problem: Problem) -> Plan:
     if max_splits > 1 or num_splits > 1:
         steps.append(combine_step(problem, limits))
     return Plan(
-        "generic", family, tuple(steps), 32, warps, max_splits, num_splits, split_keys,
+        "generic", family, tuple(steps), GENERIC_TILE, warps, max_splits, num_splits, split_keys,
         ("kernel: generic, since no faster one takes this call",),
     )  # fmt: skip
 
@@ -217,7 +219,7 @@ def plan(problem: Problem) -> Plan:
 
 def workspace_bytes(problem: Problem, found: Plan) -> int:
     """Return the bytes of the states of splits, 0 without splits."""
-    if len(found.steps) == 1 and found.max_splits == 1:
+    if found.max_splits == 1 and found.num_splits < 2:
         return 0
     return found.max_splits * problem.num_rows * (problem.head_dim_v + 2) * problem.state_bytes
 
@@ -228,8 +230,8 @@ def variants() -> Iterator[Variant]:
     for real in ("float", "double"):
         for file, name in (("generic.cu", "pf_generic"), ("combine.cu", "pf_combine")):
             defines = (("PF_REAL", real), ("PF_TERMS", str(everything)))
-            # The stack of waiting states lies in local memory, which is no spill.
-            yield Variant(Source(file, name, defines), ())
+            # Right first: these keep more at hand than there are registers.
+            yield Variant(Source(file, name, defines), (), spill_bytes=2048)
     from . import _operations  # it needs the names above
 
     yield from _operations.variants()

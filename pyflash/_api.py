@@ -17,6 +17,7 @@ def _run(
     backend: Backend,
     key: Any,
     inputs: tuple[Array, Array, Array],
+    out: Any,
     index: IndexArrays,
     options: dict[str, Any],
 ) -> Result:
@@ -34,7 +35,7 @@ def _run(
             None if lse is None else lse.dtype,
         )
         _call_table.remember(key, known)
-    return call.result()
+    return call.result(_args.Caller.of(inputs[0], out))  # type: ignore[no-any-return]
 
 
 @attention_options("``(batch, num_heads, seqlen_q)``, without the axes that `out` lacks")
@@ -81,6 +82,10 @@ def flash_attention(
 
     Notes
     -----
+    Arrays may be of NumPy, CuPy or PyTorch, or anything with DLPack or an array interface. They are
+    used where they lie, without copies, and the result is of the kind of `q`. On a GPU all of them lie
+    on that of `q`, but for index arrays and what is small, which may be NumPy's.
+
     The C backend computes float64 in float64 and everything else in float32, NumPy all in
     float64. A key that a row may not see does not reach it, even when it holds NaN. With the
     default options, the bits of a row do not depend on threads, on other sequences or, within
@@ -103,9 +108,9 @@ def flash_attention(
     key, result = _call_table.attempt("dense", q, k, v, out, index, layout, "nhd", backend, options)
     if result is not None:
         return result
-    chosen = _backends.resolve(backend)
+    chosen = _backends.resolve(backend, q)
     call = _args.dense(q, k, v, backend=chosen.name, layout=layout, seq_lens=seq_lens, out=out, **options)
-    return _run(call, chosen, key, (q, k, v), index, options)
+    return _run(call, chosen, key, (q, k, v), out, index, options)
 
 
 @attention_options(
@@ -151,7 +156,7 @@ def naive_attention(
             raise unsupported(name, repr(options[name]), "naive_attention", "it has no tiles; leave it out")
     call = _args.dense(q, k, v, backend="numpy", layout=layout, seq_lens=seq_lens, **options)
     _reference.naive(call.args)
-    return call.result()
+    return call.result(_args.Caller.of(q, options.get("out")))  # type: ignore[no-any-return]
 
 
 @attention_options("``(num_heads, total_q)``")
@@ -200,9 +205,9 @@ def flash_attention_varlen(
     key, result = _call_table.attempt("varlen", q, k, v, out, index, "packed", "nhd", backend, options)
     if result is not None:
         return result
-    chosen = _backends.resolve(backend)
+    chosen = _backends.resolve(backend, q)
     call = _args.varlen(q, k, v, cu_seqlens_q, cu_seqlens_kv, backend=chosen.name, out=out, **options)
-    return _run(call, chosen, key, (q, k, v), index, options)
+    return _run(call, chosen, key, (q, k, v), out, index, options)
 
 
 @attention_options("``(batch, num_heads)``, ``(batch, num_heads, seqlen_q)`` or ``(num_heads, total_q)``")
@@ -268,7 +273,7 @@ def paged_attention(
     )
     if result is not None:
         return result
-    chosen = _backends.resolve(backend)
+    chosen = _backends.resolve(backend, q)
     call = _args.paged(
         q,
         k_cache,
@@ -282,7 +287,7 @@ def paged_attention(
         out=out,
         **options,
     )
-    return _run(call, chosen, key, (q, k_cache, v_cache), index, options)
+    return _run(call, chosen, key, (q, k_cache, v_cache), out, index, options)
 
 
 @attention_options("``(batch, num_heads, seqlen_q)``, without the axes that `out` lacks")
@@ -364,7 +369,7 @@ def explain(
     InvalidArgument, UnsupportedError, BackendUnavailable
         Whatever the call would raise.
     """
-    chosen = _backends.resolve(backend)
+    chosen = _backends.resolve(backend, q)
     if block_table is not None:
         seq_lens = options.pop("seq_lens", None)
         call = _args.paged(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from . import _args_cache, _backends
+from . import _args_cache, _arrays, _backends
 from ._description import Array
 
 
@@ -55,17 +55,19 @@ def merge_states(
     The parts are merged along the fixed binary tree of their indices, ((0, 1), (2, 3)) and so on,
     in float32 or wider; parts computed with ``out_dtype="float32"`` lose nothing on the way.
     """
-    chosen = _backends.resolve(backend)
+    chosen = _backends.resolve(backend, out)
     call = _args_cache.merge(
         out,
         lse,
+        backend=chosen.name,
         layout=layout,
         sinks=sinks,
         lse_includes_sinks=lse_includes_sinks,
         out_dtype=out_dtype,
     )
     chosen.merge_states(call.args)
-    return call.out, call.lse
+    kind = _arrays.kind_of(out)
+    return _arrays.give_back(call.out, kind, out), _arrays.give_back(call.lse, kind, out)
 
 
 def append_kv(
@@ -133,12 +135,13 @@ def append_kv(
     ----------
     Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021, section 3.2.
     """
-    chosen = _backends.resolve(backend)
+    chosen = _backends.resolve(backend, k)
     args = _args_cache.append(
         k,
         v,
         k_cache,
         v_cache,
+        backend=chosen.name,
         block_table=block_table,
         seq_lens=seq_lens,
         slots=slots,

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from . import _args_stats, _backends
-from ._args import DEFAULTS
+from ._args import Caller
+from ._args_options import DEFAULTS
 from ._args_stats import OPTIONS, WANT, AttentionStats
 from ._description import Array
 from ._options import attention_options
@@ -108,7 +109,7 @@ def attention_stats(
     >>> print(stats.key_mass[0, 0].round(2))  # 1 + 1/2 + 1/3 + 1/4, and so on
     [2.08 1.08 0.58 0.25]
     """
-    chosen = _backends.resolve(backend)
+    chosen = _backends.resolve(backend, q)
     call = _args_stats.stats(
         q,
         k,
@@ -128,4 +129,4 @@ def attention_stats(
         options={**options, "k_scale": k_scale},
     )
     chosen.attention_stats(call.args)
-    return call.result()
+    return call.result(Caller.of(q))

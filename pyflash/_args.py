@@ -6,16 +6,17 @@ strides and plain numbers can tell is found before any work, with the same words
 
 from __future__ import annotations
 
-import math
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import _args_terms, _checks, _dtypes
+from . import _args_options, _args_terms, _arrays, _checks, _dtypes
+from ._args_options import DEFAULTS
 from ._args_terms import Extent
-from ._checks import MAX_POSITION
 from ._description import UNLIMITED, Array, AttentionArgs
+from ._device_array import DeviceArray
 from ._errors import invalid, unsupported
 
 _LAYOUT_AXES = {
@@ -36,47 +37,6 @@ CACHE_AXES = {
     "hnd": {4: "(num_pages, num_kv_heads, page_size, head_dim)"},
 }
 
-#: The options that every attention function takes, with their defaults.
-DEFAULTS: dict[str, Any] = {
-    "causal": False,
-    "window": None,
-    "spans": None,
-    "scale": None,
-    "softcap": None,
-    "alibi_slopes": None,
-    "bias": None,
-    "mask": None,
-    "sinks": None,
-    "sink_tokens": 0,
-    "q_offset": None,
-    "tree": None,
-    "score_mod": None,
-    "mask_mod": None,
-    "k_scale": None,
-    "v_scale": None,
-    "kv_dtype": None,
-    "return_lse": False,
-    "lse_includes_sinks": False,
-    "out": None,
-    "out_dtype": None,
-    "num_splits": None,
-    "num_threads": None,
-    "isa": None,
-    "workspace": None,
-    "tile": None,
-    "family": None,
-    "max_seqlen_q": None,
-    "batch_invariant": False,
-    "q_scale": None,
-    "check_indices": False,
-}
-
-#: Options that only one backend has; the others refuse whatever is not the default.
-_OWNERS = {
-    **dict.fromkeys(("isa", "num_threads", "workspace"), "c"),
-    **dict.fromkeys(("batch_invariant", "q_scale", "check_indices"), "cuda"),
-}
-
 #: The fields of `AttentionArgs` that change scores or hide keys, as they are where none is asked for.
 _PLAIN: dict[str, Any] = {
     "window": (UNLIMITED, UNLIMITED),
@@ -88,6 +48,23 @@ _PLAIN: dict[str, Any] = {
 _SCORE_OPTIONS = frozenset(_PLAIN)
 
 
+class Caller(NamedTuple):
+    """What the caller gave, as it was given: results are of the kind of his queries."""
+
+    q: Any
+    out: Any
+    kind: _arrays.Kind | None
+
+    @classmethod
+    def of(cls, q: Any, out: Any = None) -> Caller:
+        """Return the caller of a function with these arguments."""
+        return cls(q, out, _arrays.kind_of(q))
+
+    def give_back(self, array: Array) -> Any:
+        """Return a result in the caller's kind."""
+        return _arrays.give_back(array, self.kind, self.q)
+
+
 class Call(NamedTuple):
     """A checked call and the arrays that go back to the caller once a backend has filled them."""
 
@@ -95,9 +72,10 @@ class Call(NamedTuple):
     out: Array
     lse: Array | None
 
-    def result(self) -> Array | tuple[Array, Array]:
+    def result(self, caller: Caller) -> Any:
         """Return what the public function returns."""
-        return self.out if self.lse is None else (self.out, self.lse)
+        out = caller.give_back(self.out) if caller.out is None else caller.out
+        return out if self.lse is None else (out, caller.give_back(self.lse))
 
 
 def canonical(array: Array, layout: str) -> Array:
@@ -112,6 +90,12 @@ def canonical(array: Array, layout: str) -> Array:
 def cache_view(cache: Array, cache_layout: str) -> Array:
     """Return a view with axes (num_pages, page_size, num_kv_heads, width) of a page pool."""
     return cache if cache_layout == "nhd" else cache.swapaxes(1, 2)
+
+
+def _reader(options: dict[str, Any], backend: str) -> Callable[[str, Array], Array | None]:
+    """Return what says what index arrays contain, as far as that is looked at."""
+    read_back = _args_options.owned_flag("check_indices", options, backend)
+    return functools.partial(_arrays.contents, read_back=read_back)
 
 
 class _Keys(NamedTuple):
@@ -148,7 +132,9 @@ def dense(
     """Check a call with dense queries and keys."""
     _checks.choice("layout", layout, ("bshd", "bhsd"))
     axes = _LAYOUT_AXES[layout]
-    q, _ = _checks.float_array("q", q, axes)
+    q, k, v, seq_lens = _seen(q=q, k=k, v=v, seq_lens=seq_lens)
+    options = _arrays.see_all(options)
+    q = _queries(q, axes, options, backend)
     keys = _stored_keys(k, v, ("k", "v"), axes, options, lambda x: canonical(x, layout))
     for name, x in zip(keys.names, keys.given, strict=True):
         if x.ndim != q.ndim:
@@ -157,11 +143,14 @@ def dense(
     batch, longest = keys.canonical[0].shape[:2]
     if batch != queries.shape[0]:
         raise invalid("k", f"batch {batch}", f"batch {queries.shape[0]}, that of q")
+    contents, lengths = _reader(options, backend), longest
     if seq_lens is not None:
         seq_lens = _checks.index_array("seq_lens", seq_lens, (batch,), f"(batch,) = ({batch},)")
-        _checks.index_range("seq_lens", seq_lens, 0, longest, "valid keys of the cache")
-    lengths = longest if seq_lens is None else seq_lens
-    extent = Extent(batch, queries.shape[2], queries.shape[1], (longest,), None, lengths)
+        values = contents("seq_lens", seq_lens)
+        if values is not None:
+            _checks.index_range("seq_lens", values, 0, longest, "valid keys of the cache")
+            lengths = values
+    extent = Extent(batch, queries.shape[2], queries.shape[1], (longest,), None, None, lengths, contents)
     return _call(q, queries, keys, extent, layout, backend, {"seq_lens": seq_lens}, options)
 
 
@@ -169,13 +158,19 @@ def varlen(
     q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_kv: Any, *, backend: str, **options: Any
 ) -> Call:
     """Check a call with packed queries and keys."""
-    q, _ = _checks.float_array("q", q, _PACKED_AXES)
+    q, k, v = _seen(q=q, k=k, v=v)
+    cu_seqlens_q, cu_seqlens_kv = _seen(cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv)
+    options = _arrays.see_all(options)
+    q = _queries(q, _PACKED_AXES, options, backend)
     keys = _stored_keys(k, v, ("k", "v"), _PACKED_AXES, options, lambda x: x[np.newaxis])
-    cu_seqlens_q = _checks.prefix_sums("cu_seqlens_q", cu_seqlens_q, None, q.shape[0])
+    contents, total_kv = _reader(options, backend), keys.given[0].shape[0]
+    cu_seqlens_q, starts = _checks.prefix_sums("cu_seqlens_q", cu_seqlens_q, None, q.shape[0], contents)
     batch = cu_seqlens_q.shape[0] - 1
-    cu_seqlens_kv = _checks.prefix_sums("cu_seqlens_kv", cu_seqlens_kv, batch, keys.given[0].shape[0])
-    longest_q, longest_kv = (int(np.diff(x).max(initial=0)) for x in (cu_seqlens_q, cu_seqlens_kv))
-    extent = Extent(batch, q.shape[1], longest_q, (longest_kv,), cu_seqlens_q, np.diff(cu_seqlens_kv))
+    cu_seqlens_kv, ends = _checks.prefix_sums("cu_seqlens_kv", cu_seqlens_kv, batch, total_kv, contents)
+    lengths = total_kv if ends is None else np.diff(ends)
+    longest_kv = int(np.max(lengths, initial=0))
+    longest_q = _longest_q(starts, q.shape[0], options)
+    extent = Extent(batch, q.shape[1], longest_q, (longest_kv,), q.shape[0], starts, lengths, contents)
     index = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": cu_seqlens_kv}
     return _call(q, q[np.newaxis], keys, extent, "packed", backend, index, options)
 
@@ -200,7 +195,9 @@ def paged(
         axes = _PACKED_AXES
     else:
         axes = {3: "(batch, heads, head_dim)", 4: _LAYOUT_AXES[layout][4]}
-    q, _ = _checks.float_array("q", q, axes)
+    q, k_cache, v_cache = _seen(q=q, k_cache=k_cache, v_cache=v_cache)
+    options = _arrays.see_all(options)
+    q = _queries(q, axes, options, backend)
     keys = _stored_keys(
         k_cache,
         v_cache,
@@ -209,31 +206,52 @@ def paged(
         options,
         lambda x: cache_view(x, cache_layout),
     )
-    num_pages, page_size = keys.canonical[0].shape[:2]
-    if page_size == 0:
-        raise invalid("k_cache", "page size 0", "a page size of at least 1")
-    batch = q.shape[0]
-    if cu_seqlens_q is not None:
-        cu_seqlens_q = _checks.prefix_sums("cu_seqlens_q", cu_seqlens_q, None, q.shape[0])
-        batch = cu_seqlens_q.shape[0] - 1
-    block_table = _checks.index_array(
-        "block_table", block_table, (batch, None), f"(batch, max_pages) = ({batch}, ...)"
-    )
-    seq_lens = _checks.index_array("seq_lens", seq_lens, (batch,), f"(batch,) = ({batch},)")
-    capacity = block_table.shape[1] * page_size
-    _checks.index_range("seq_lens", seq_lens, 0, capacity, "what the block table can hold")
-    num_keys = seq_lens.astype(np.int64)
-    check_table(block_table, -(-num_keys // page_size), num_pages)
-    index = {"cu_seqlens_q": cu_seqlens_q, "block_table": block_table, "seq_lens": seq_lens}
+    contents = _reader(options, backend)
+    given = {"cu_seqlens_q": cu_seqlens_q, "block_table": block_table, "seq_lens": seq_lens}
+    index, starts, num_keys, lengths = _page_index(given, q, keys.canonical[0], contents)
     if cu_seqlens_q is not None:
         layout, queries = "packed", q[np.newaxis]
-        longest_q = int(np.diff(cu_seqlens_q).max(initial=0))
+        longest_q = _longest_q(starts, q.shape[0], options)
+        batch, total_q = index["cu_seqlens_q"].shape[0] - 1, q.shape[0]
     else:
         layout, queries = ("token", q[:, np.newaxis]) if q.ndim == 3 else (layout, canonical(q, layout))
         longest_q = queries.shape[1]
-    lengths = (int(num_keys.max(initial=0)), capacity)
-    extent = Extent(batch, queries.shape[2], longest_q, lengths, cu_seqlens_q, num_keys)
+        batch, total_q = q.shape[0], None
+    extent = Extent(batch, queries.shape[2], longest_q, lengths, total_q, starts, num_keys, contents)
     return _call(q, queries, keys, extent, layout, backend, index, options)
+
+
+def _page_index(
+    given: dict[str, Any], q: Array, pool: Array, contents: Callable[[str, Array], Array | None]
+) -> tuple[dict[str, Any], Array | None, Array | int, tuple[int, ...]]:
+    """Check what says where queries and keys of a paged call are.
+
+    Returns the index arrays, the contents of cu_seqlens_q, the valid keys of each sequence or a bound on
+    them, and the lengths that the key axis of a bias may have.
+    """
+    given = _arrays.see_all(given)
+    num_pages, page_size = pool.shape[:2]
+    if page_size == 0:
+        raise invalid("k_cache", "page size 0", "a page size of at least 1")
+    batch, starts, cu_seqlens_q = q.shape[0], None, given["cu_seqlens_q"]
+    if cu_seqlens_q is not None:
+        cu_seqlens_q, starts = _checks.prefix_sums("cu_seqlens_q", cu_seqlens_q, None, q.shape[0], contents)
+        batch = cu_seqlens_q.shape[0] - 1
+    block_table = _checks.index_array(
+        "block_table", given["block_table"], (batch, None), f"(batch, max_pages) = ({batch}, ...)"
+    )
+    seq_lens = _checks.index_array("seq_lens", given["seq_lens"], (batch,), f"(batch,) = ({batch},)")
+    index = {"cu_seqlens_q": cu_seqlens_q, "block_table": block_table, "seq_lens": seq_lens}
+    capacity = block_table.shape[1] * page_size
+    values = contents("seq_lens", seq_lens)
+    if values is None:
+        return index, starts, capacity, (capacity,)
+    _checks.index_range("seq_lens", values, 0, capacity, "what the block table can hold")
+    num_keys = values.astype(np.int64)
+    table = contents("block_table", block_table)
+    if table is not None:
+        check_table(table, -(-num_keys // page_size), num_pages)
+    return index, starts, num_keys, (int(num_keys.max(initial=0)), capacity)
 
 
 def check_table(block_table: Array, pages_used: Array, num_pages: int) -> None:
@@ -247,6 +265,29 @@ def check_table(block_table: Array, pages_used: Array, num_pages: int) -> None:
             int(block_table[b, i]),
             f"0 to {num_pages - 1}: a page of the pool, since the sequence uses {int(pages_used[b])} pages",
         )
+
+
+def _seen(**arguments: Any) -> Any:
+    """Return arguments with all arrays seen, in their order."""
+    return [_arrays.see(name, x) for name, x in arguments.items()]
+
+
+def _queries(q: Any, axes: dict[int, str], options: dict[str, Any], backend: str) -> Array:
+    """Return the queries: floats, or float8 where the backend has that."""
+    if backend == "cuda" and isinstance(q, np.ndarray):
+        if q.dtype == np.uint8 and options.get("kv_dtype") == "e4m3fn" and options.get("q_scale") is not None:
+            q = q.view(_dtypes.numpy_dtype("float8_e4m3fn"))  # the bytes of a library without the type
+        if q.dtype.name == "float8_e4m3fn":
+            return _checks.plain_array("q", q, axes)
+    return _checks.float_array("q", q, axes)[0]
+
+
+def _longest_q(starts: Array | None, total_q: int, options: dict[str, Any]) -> int:
+    """Return the queries of the longest packed sequence, or what bounds them."""
+    if starts is not None:
+        return int(np.diff(starts).max(initial=0))
+    bound = options.get("max_seqlen_q")
+    return total_q if bound is None else _checks.integer("max_seqlen_q", bound, 0)
 
 
 def _call(
@@ -266,16 +307,17 @@ def _call(
     options = {**DEFAULTS, **given}
     dtype = _check_types(queries, keys)
     head_dim_v = _check_shapes(queries, keys)
-    inputs = {}
-    if options["out"] is not None or options["workspace"] is not None:  # which must not overlap them
-        inputs = {"q": queries, keys.names[0]: keys.canonical[0], keys.names[1]: keys.canonical[1]}
-        _add_arrays(inputs, index)
-        _add_arrays(inputs, given)
+    inputs = {"q": queries, keys.names[0]: keys.canonical[0], keys.names[1]: keys.canonical[1]}
+    _add_arrays(inputs, index)
+    _add_arrays(inputs, given)
+    _arrays.check_places(backend, "q", {**inputs, "out": options["out"], "workspace": options["workspace"]})
     out = _provide_out(options["out"], options["out_dtype"], q, (*q.shape[:-1], head_dim_v), inputs)
     lse = lse_view = None
     if _checks.flag("return_lse", options["return_lse"]):
         lse, lse_view = _provide_lse(q, queries, layout, dtype)
-    causal, q_offset = _alignment(options["causal"], options["q_offset"], extent.batch)
+    causal, q_offset = _args_options.alignment(
+        options["causal"], options["q_offset"], extent.batch, extent.contents
+    )
     if options["max_seqlen_q"] is not None:
         _max_seqlen_q(options["max_seqlen_q"], extent)
     plain = given.keys().isdisjoint(_SCORE_OPTIONS)
@@ -291,7 +333,7 @@ def _call(
         kv_dtype=keys.dtype.name,
         k_scale=k_scale,
         v_scale=v_scale,
-        scale=_scale(options["scale"], queries.shape[3]),
+        scale=_args_options.scale(options["scale"], queries.shape[3]),
         causal=causal,
         **(_PLAIN if plain else _score_options(options, extent, backend)),
         q_offset=q_offset,
@@ -299,21 +341,23 @@ def _call(
         cu_seqlens_kv=index.get("cu_seqlens_kv"),
         seq_lens=index.get("seq_lens"),
         block_table=index.get("block_table"),
-        num_splits=_positive("num_splits", options["num_splits"]),
-        tile=_positive("tile", options["tile"]),
+        num_splits=_args_options.positive("num_splits", options["num_splits"]),
+        tile=_args_options.positive("tile", options["tile"]),
         family=_checks.choice("family", options["family"], (None, "prefill", "decode")),
-        isa=_isa(options["isa"]),
-        num_threads=_positive("num_threads", options["num_threads"]),
-        workspace=_workspace(options["workspace"], {**inputs, "out": out}),
+        isa=_args_options.isa(options["isa"]),
+        num_threads=_args_options.positive("num_threads", options["num_threads"]),
+        workspace=_workspace(options["workspace"], {**inputs, "out": out}, backend),
         max_seqlen_q=extent.seqlen_q,
+        batch_invariant=_args_options.owned_flag("batch_invariant", given, backend),
+        q_scale=_q_scale(options["q_scale"], q, queries, layout, backend),
     )
-    _refuse_foreign(given, backend)  # last, so that a bad value is called the same everywhere
+    _args_options.refuse_foreign(given, backend)  # last, so that a bad value is called the same everywhere
     return Call(args, out, lse_view)
 
 
 def _score_options(options: dict[str, Any], extent: Extent, backend: str) -> dict[str, Any]:
     """Return the fields of `AttentionArgs` that change scores or hide keys."""
-    window = _window(options["window"])
+    window = _args_options.window(options["window"])
     sink_tokens = _args_terms.sink_tokens(options["sink_tokens"])
     return {
         "window": window,
@@ -339,6 +383,19 @@ def _storage_scale(name: str, options: dict[str, Any], keys: _Keys, which: int) 
     return _args_terms.scale_of(name, options[name], keys.given[which], shape, keys.to_canonical)
 
 
+def _q_scale(value: Any, q: Array, queries: Array, layout: str, backend: str) -> float | Array | None:
+    """Return the storage scale of float8 queries: a number, or with the axes (batch, seqlen, heads)."""
+    if value is None or backend != "cuda":
+        return None
+    if _dtypes.lookup(q.dtype) is not None:
+        raise invalid("q_scale", _checks.describe(value), f"None: q is {q.dtype}, not float8_e4m3fn")
+    if not isinstance(value, np.ndarray):
+        return _args_terms.narrowed("q_scale", _checks.number("q_scale", value))
+    return _args_terms.scale_of(
+        "q_scale", value, q, queries.shape[:3], lambda x: _canonical_out(x, layout), heads="num_heads"
+    )
+
+
 def _add_arrays(inputs: dict[str, Array], given: dict[str, Any]) -> None:
     """Add every array that a call reads by the name of its argument."""
     for name, x in given.items():
@@ -349,26 +406,19 @@ def _add_arrays(inputs: dict[str, Array], given: dict[str, Any]) -> None:
             inputs.update((f"spans[{i}]", end) for i, end in enumerate(x) if isinstance(end, np.ndarray))
 
 
-def _refuse_foreign(given: dict[str, Any], backend: str) -> None:
-    """Refuse options of other backends, by name."""
-    for name, value in given.items():
-        if _OWNERS.get(name, backend) != backend and value is not None and value is not DEFAULTS[name]:
-            raise unsupported(name, _checks.describe(value), f"the {backend} backend", "leave it out")
-
-
 def _max_seqlen_q(value: Any, extent: Extent) -> None:
     """Check the bound on query lengths, which only lengths on a device need."""
     bound = _checks.integer("max_seqlen_q", value, 0)
     if extent.seqlen_q > bound:
-        cu_seqlens_q = extent.cu_seqlens_q
-        counts = np.array([extent.seqlen_q]) if cu_seqlens_q is None else np.diff(cu_seqlens_q)
+        starts = extent.starts
+        counts = np.array([extent.seqlen_q]) if starts is None else np.diff(starts)
         b = int(np.argmax(counts > bound))
         raise invalid("max_seqlen_q", bound, f"at least {int(counts[b])}, the queries of sequence {b}")
 
 
 def _check_types(queries: Array, keys: _Keys) -> _dtypes.DType:
-    dtype = _dtypes.lookup(queries.dtype)
-    assert dtype is not None  # float_array has seen to it
+    dtype = _dtypes.lookup(queries.dtype) or _dtypes.lookup_stored(queries.dtype)
+    assert dtype is not None  # _queries has seen to it
     if (dtype.name == "float64") != (keys.dtype.name == "float64"):
         expected = (
             "float64 beside a float64 q" if dtype.name == "float64" else f"no float64 beside a {dtype.name} q"
@@ -400,7 +450,9 @@ def _provide_out(
     """Return the caller's `out`, checked, or a new array in the caller's layout."""
     wanted = None if out_dtype is None else _checks.dtype_named("out_dtype", out_dtype)
     if out is None:
-        return np.empty(shape, q.dtype if wanted is None else wanted)
+        if wanted is None:
+            wanted = q.dtype if _dtypes.lookup(q.dtype) else _dtypes.numpy_dtype("bfloat16")
+        return _arrays.empty(shape, wanted, q)
     axes = {len(shape): "" if isinstance(out, np.ndarray) and out.ndim == len(shape) else str(shape)}
     array, _ = _checks.float_array("out", out, axes)
     if array.shape != shape:
@@ -420,7 +472,7 @@ def _canonical_out(out: Array, layout: str) -> Array:
 def _provide_lse(q: Array, queries: Array, layout: str, dtype: _dtypes.DType) -> tuple[Array, Array]:
     """Return the lse in canonical axes (batch, num_heads, seqlen_q) and the caller's view of it."""
     batch, seqlen, num_heads = queries.shape[:3]
-    lse = np.empty((batch, num_heads, seqlen), np.dtype(dtype.compute))
+    lse = _arrays.empty((batch, num_heads, seqlen), np.dtype(dtype.compute), q)
     if layout == "packed":
         return lse, lse[0]
     if layout == "token":
@@ -430,61 +482,12 @@ def _provide_lse(q: Array, queries: Array, layout: str, dtype: _dtypes.DType) ->
     return lse, lse if q.ndim == 4 else lse[0]
 
 
-def _alignment(causal: Any, q_offset: Any, batch: int) -> tuple[bool, Array | None]:
-    """Return whether the call is causal and the offset of each sequence, None for bottom-right."""
-    if not isinstance(causal, (bool, np.bool_, str)) or (isinstance(causal, str) and causal != "top_left"):
-        raise invalid("causal", _checks.describe(causal), "False, True or 'top_left'")
-    if isinstance(causal, str):
-        if q_offset is not None:
-            raise invalid(
-                "q_offset", _checks.describe(q_offset), "None beside causal='top_left', which is q_offset=0"
-            )
-        return True, np.zeros(batch, np.int64)
-    if q_offset is None:
-        return bool(causal), None
-    if isinstance(q_offset, np.ndarray):
-        offsets = _checks.index_array("q_offset", q_offset, (batch,), f"(batch,) = ({batch},)")
-        _checks.index_range("q_offset", offsets, -MAX_POSITION, MAX_POSITION, "a position")
-        return bool(causal), offsets.astype(np.int64)
-    offset = _checks.integer("q_offset", q_offset, -MAX_POSITION, MAX_POSITION)
-    return bool(causal), np.full(batch, offset, np.int64)
-
-
-def _window(window: Any) -> tuple[int, int]:
-    """Return both sides of the window, UNLIMITED for none; huge sides are as good as unlimited."""
-    if window is None:
-        return UNLIMITED, UNLIMITED
-    if not isinstance(window, (tuple, list)) or len(window) != 2:
-        expected = (
-            "a pair (left, right), both inclusive: a single number would not say whether the query counts"
-        )
-        raise invalid("window", _checks.describe(window), expected)
-    left, right = (
-        UNLIMITED if side is None else _checks.integer(f"window[{i}]", side, UNLIMITED)
-        for i, side in enumerate(window)
-    )
-    return min(left, MAX_POSITION), min(right, MAX_POSITION)
-
-
-def _scale(scale: Any, head_dim: int) -> float:
-    return 1.0 / math.sqrt(head_dim) if scale is None else _checks.number("scale", scale)
-
-
-def _positive(name: str, value: Any) -> int | None:
-    return None if value is None else _checks.integer(name, value, 1, 2**31 - 1)
-
-
-def _isa(isa: Any) -> str | None:
-    if isa is not None and not isinstance(isa, str):
-        raise invalid(
-            "isa", _checks.describe(isa), "the name of an instruction set (pyflash.available_isas())"
-        )
-    return isa
-
-
-def _workspace(workspace: Any, others: dict[str, Array]) -> Array | None:
+def _workspace(workspace: Any, others: dict[str, Array], backend: str) -> Array | None:
     if workspace is None:
         return None
+    if backend == "cuda" and not isinstance(workspace, DeviceArray):
+        where = "the cuda backend beside arrays in host memory"
+        raise unsupported("workspace", _checks.describe(workspace), where, "leave it out")
     array = _checks.plain_array("workspace", workspace, {1: "(num_bytes,)"})
     if array.dtype != np.uint8 or not array.flags.c_contiguous or not array.flags.writeable:
         raise invalid("workspace", _checks.describe(workspace), "a writable contiguous uint8 array")

@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import _args, _args_terms, _checks, _dtypes
+from . import _args, _args_terms, _arrays, _checks, _dtypes
 from ._description import AppendArgs, Array, MergeArgs
+from ._device_array import DeviceArray
 from ._errors import invalid
 
 _PART_AXES = {
@@ -17,6 +18,10 @@ _PART_AXES = {
     3: "(num_parts, seqlen, head_dim)",
 }
 _TOKEN_AXES = {3: "(tokens, num_kv_heads, head_dim)", 4: "(batch, seqlen, num_kv_heads, head_dim)"}
+
+
+#: What an append takes beside tokens and caches.
+_APPENDED = ("slots", "block_table", "seq_lens", "cu_seqlens", "cos", "sin", "k_scale", "v_scale")
 
 
 class MergeCall(NamedTuple):
@@ -31,6 +36,7 @@ def merge(
     out: Any,
     lse: Any,
     *,
+    backend: str,
     layout: str = "bshd",
     sinks: Any = None,
     lse_includes_sinks: bool = False,
@@ -38,6 +44,7 @@ def merge(
 ) -> MergeCall:
     """Check the parts of a merge and provide its result arrays."""
     _checks.choice("layout", layout, ("bshd", "bhsd"))
+    out, lse, sinks = (_arrays.see(name, x) for name, x in (("out", out), ("lse", lse), ("sinks", sinks)))
     out, _ = _checks.float_array("out", out, _PART_AXES)
     if out.shape[0] == 0:
         raise invalid("out", "0 parts", "at least 1 part on axis 0")
@@ -55,10 +62,10 @@ def merge(
     if lse_dtype.name not in ("float32", "float64"):
         raise invalid("lse", f"dtype {lse_dtype.name}", "float32 or float64")
     sinks = _args_terms.sinks(sinks, num_heads)
-    result = np.empty(
-        out.shape[1:], out.dtype if out_dtype is None else _checks.dtype_named("out_dtype", out_dtype)
-    )
-    result_lse = np.empty((batch, num_heads, seqlen), lse.dtype)
+    _arrays.check_places(backend, "out", {"out": out, "lse": lse, "sinks": sinks})
+    dtype = out.dtype if out_dtype is None else _checks.dtype_named("out_dtype", out_dtype)
+    result = _arrays.empty(out.shape[1:], dtype, out)
+    result_lse = _arrays.empty((batch, num_heads, seqlen), lse.dtype, out)
     args = MergeArgs(
         parts=parts,
         part_lse=np.expand_dims(lse, {5: (), 4: (1,), 3: (1, 2)}[out.ndim]),
@@ -76,48 +83,40 @@ def append(
     k_cache: Any,
     v_cache: Any,
     *,
-    block_table: Any = None,
-    seq_lens: Any = None,
-    slots: Any = None,
-    cu_seqlens: Any = None,
-    cos: Any = None,
-    sin: Any = None,
+    backend: str,
     interleaved: bool = False,
-    k_scale: Any = None,
-    v_scale: Any = None,
     kv_dtype: Any = None,
     cache_layout: str = "nhd",
+    **others: Any,
 ) -> AppendArgs:
-    """Check an append and turn tables, lengths or slots into one slot per token."""
+    """Check an append and turn tables, lengths or slots on the host into one slot per token.
+
+    `others` are the places, ``block_table, seq_lens, slots, cu_seqlens``, the rotation, ``cos, sin``, and
+    the scales, ``k_scale, v_scale``.
+    """
     _checks.choice("cache_layout", cache_layout, ("nhd", "hnd"))
-    k, v = (_checks.float_array(name, x, _TOKEN_AXES)[0] for name, x in (("k", k), ("v", v)))
+    tokens = _arrays.see_all({"k": k, "v": v})
+    given = {**dict.fromkeys(_APPENDED), **_arrays.see_all(others)}
+    k, v = (_checks.float_array(name, x, _TOKEN_AXES)[0] for name, x in tokens.items())
     _checks.choice("kv_dtype", kv_dtype, (None, *_dtypes.OF_BYTES))
     given_caches, caches, stored = [], [], []
     for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
+        x = _arrays.see(name, x)
         cache, dtype = _checks.stored_array(name, x, _args.CACHE_AXES[cache_layout], kv_dtype)
         given_caches.append(cache)
         caches.append(_args.cache_view(cache, cache_layout))
         stored.append(dtype)
     _check_append_shapes(k, v, caches, stored)
-    given = {"k": k, "v": v, "cos": cos, "sin": sin, "slots": slots}
-    given |= {"block_table": block_table, "seq_lens": seq_lens, "cu_seqlens": cu_seqlens}
-    inputs = {name: x for name, x in given.items() if isinstance(x, np.ndarray)}
+    tokens = {"k": k, "v": v}
+    places = {**tokens, "k_cache": caches[0], "v_cache": caches[1], **given}
+    _arrays.check_places(backend, "k", places)
+    scales_given = given.pop("k_scale"), given.pop("v_scale")
+    inputs = {name: x for name, x in {**tokens, **given}.items() if isinstance(x, np.ndarray)}
     _checks.writable_output("k_cache", caches[0], inputs)
     _checks.writable_output("v_cache", caches[1], {**inputs, "k_cache": caches[0]})
-    if (slots is None) == (seq_lens is None):
-        found = "neither" if slots is None else "both"
-        raise invalid(
-            "slots", f"{found} of slots and seq_lens", "either slots, or seq_lens (and a block_table)"
-        )
-    if slots is not None:
-        for name, other in (("block_table", block_table), ("cu_seqlens", cu_seqlens)):
-            if other is not None:
-                raise invalid(name, _checks.describe(other), "None beside slots, which say every place")
-        slots, positions = _given_slots(slots, k, caches[0]), None
-    else:
-        slots, positions = _slots_of_sequences(k, caches[0], block_table, seq_lens, cu_seqlens)
+    where = _places(k, caches[0], given)
     scales, writes_scales = _append_scales(
-        (k_scale, v_scale),
+        scales_given,
         given_caches,
         stored[0],
         lambda x: _args.cache_view(x, cache_layout),
@@ -125,11 +124,12 @@ def append(
     )
     fixed = scales[0] is not None and not writes_scales
     interleaved = _checks.flag("interleaved", interleaved)
-    cos, sin = _rotation(cos, sin, k.shape[-1], positions, len(slots))
+    num_tokens = k.shape[0] if k.ndim == 3 else k.shape[0] * k.shape[1]
+    rotation = _rotation(given["cos"], given["sin"], k, where, num_tokens)
     if k.ndim == 4:
-        k, v = (x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]) for x in (k, v))
-    if fixed and stored[0].name in ("int8", "int4"):
-        _check_finite({"k": k, "v": v, "cos": cos, "sin": sin}, slots >= 0, stored[0].name)
+        k, v = (_arrays.reshaped(x, (num_tokens, *x.shape[2:])) for x in (k, v))
+    if fixed and stored[0].name in ("int8", "int4") and where.slots is not None:
+        _check_finite({"k": k, "v": v, **rotation}, where.slots >= 0, stored[0].name)
     return AppendArgs(
         k=k,
         v=v,
@@ -139,18 +139,49 @@ def append(
         k_scale=scales[0],
         v_scale=scales[1],
         writes_scales=writes_scales,
-        slots=slots.astype(np.int64),
-        cos=cos,
-        sin=sin,
+        slots=where.slots,
         interleaved=interleaved,
+        **rotation,
+        **where.looked_up,
     )
 
 
 def _check_finite(rows: dict[str, Array | None], written: Array, dtype: str) -> None:
-    """Refuse what integers cannot hold, in the rows of tokens that are written."""
+    """Refuse what integers cannot hold, in the rows of tokens that are written.
+
+    On a device they are not looked at; what is no number is stored as 0 there.
+    """
     for name, x in rows.items():
-        if x is not None and not np.isfinite(x[written]).all():
+        if isinstance(x, np.ndarray) and not isinstance(x, DeviceArray) and not np.isfinite(x[written]).all():
             raise invalid(name, "NaN or Inf", f"finite numbers for a cache of {dtype} with a fixed scale")
+
+
+class _Where(NamedTuple):
+    """The places of tokens: slots, on the host with the positions that they come from, or an index."""
+
+    slots: Array | None
+    positions: Array | None
+    looked_up: dict[
+        str, Array | None
+    ]  # block_table, seq_lens and cu_seqlens, where they have to be looked up
+
+
+def _places(k: Array, cache: Array, given: dict[str, Any]) -> _Where:
+    """Return where the tokens go."""
+    slots, seq_lens = given["slots"], given["seq_lens"]
+    if (slots is None) == (seq_lens is None):
+        found = "neither" if slots is None else "both"
+        raise invalid(
+            "slots", f"{found} of slots and seq_lens", "either slots, or seq_lens (and a block_table)"
+        )
+    if slots is not None:
+        for name in ("block_table", "cu_seqlens"):
+            if given[name] is not None:
+                found = _checks.describe(given[name])
+                raise invalid(name, found, "None beside slots, which say every place")
+        slots = _given_slots(slots, k, cache)
+        return _Where(slots if isinstance(slots, DeviceArray) else slots.astype(np.int64), None, {})
+    return _slots_of_sequences(k, cache, given["block_table"], seq_lens, given["cu_seqlens"])
 
 
 def _given_slots(slots: Any, k: Array, cache: Array) -> Array:
@@ -158,8 +189,7 @@ def _given_slots(slots: Any, k: Array, cache: Array) -> Array:
     slots = _checks.index_array("slots", slots, k.shape[:-2], f"{k.shape[:-2]}, one per token")
     last = cache.shape[0] * cache.shape[1] - 1
     _checks.index_range("slots", slots, -1, last, "page * page_size + place, or -1 to skip the token")
-    flat: Array = slots.reshape(-1)
-    return flat
+    return _arrays.reshaped(slots, (slots.size,))
 
 
 def _append_scales(
@@ -185,7 +215,11 @@ def _append_scales(
                 )
             _checks.writable_output(name, scale, others)
             others = {**others, name: scale}
-        elif scale is not None and not np.asarray(scale, np.float32).all():
+        elif (
+            scale is not None
+            and not isinstance(scale, DeviceArray)
+            and not np.asarray(scale, np.float32).all()
+        ):
             raise invalid(name, "0 as a float32", "a scale to divide by")
     if per_token[0] != per_token[1]:
         name, other = ("v_scale", "k_scale") if per_token[0] else ("k_scale", "v_scale")
@@ -222,30 +256,41 @@ def _check_append_shapes(k: Array, v: Array, caches: list[Array], stored: list[_
         raise invalid("k_cache", "page size 0", "a page size of at least 1")
 
 
-def _slots_of_sequences(
-    k: Array, cache: Array, block_table: Any, seq_lens: Any, cu_seqlens: Any
-) -> tuple[Array, Array]:
-    """Return the slot and the position of every token; a cache without a table has a page per sequence."""
+def _slots_of_sequences(k: Array, cache: Array, block_table: Any, seq_lens: Any, cu_seqlens: Any) -> _Where:
+    """Return the slot and the position of every token; a cache without a table has a page per sequence.
+
+    What lies on a device is not looked at: the kernel looks tokens up in all three.
+    """
     num_pages, page_size = cache.shape[:2]
+    starts = None
     if cu_seqlens is not None:
         if k.ndim != 3:
             raise invalid("k", f"shape {k.shape}", f"shape {_TOKEN_AXES[3]} beside cu_seqlens")
-        counts = np.diff(_checks.prefix_sums("cu_seqlens", cu_seqlens, None, k.shape[0])).astype(np.int64)
-    else:
-        counts = np.full(k.shape[0], 1 if k.ndim == 3 else k.shape[1], np.int64)
-    batch = len(counts)
-    seq_lens = _checks.index_array("seq_lens", seq_lens, (batch,), f"(batch,) = ({batch},)").astype(np.int64)
-    if block_table is None:
-        if num_pages != batch:
-            raise invalid(
-                "k_cache",
-                f"batch {num_pages}",
-                f"batch {batch}, one row per sequence where there is no block_table",
-            )
-        block_table = np.arange(batch)[:, None]
-    block_table = _checks.index_array(
-        "block_table", block_table, (batch, None), f"(batch, max_pages) = ({batch}, ...)"
-    )
+        cu_seqlens, starts = _checks.prefix_sums("cu_seqlens", cu_seqlens, None, k.shape[0], _on_host)
+    batch = k.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    seq_lens = _checks.index_array("seq_lens", seq_lens, (batch,), f"(batch,) = ({batch},)")
+    if block_table is None and num_pages != batch:
+        expected = f"batch {batch}, one row per sequence where there is no block_table"
+        raise invalid("k_cache", f"batch {num_pages}", expected)
+    if block_table is not None:
+        meaning = f"(batch, max_pages) = ({batch}, ...)"
+        block_table = _checks.index_array("block_table", block_table, (batch, None), meaning)
+    index = {"block_table": block_table, "seq_lens": seq_lens, "cu_seqlens": cu_seqlens}
+    if any(isinstance(x, DeviceArray) for x in index.values()):
+        return _Where(None, None, index)
+    per_sequence = 1 if k.ndim == 3 else k.shape[1]
+    counts = np.full(batch, per_sequence, np.int64) if starts is None else np.diff(starts).astype(np.int64)
+    table = np.arange(batch)[:, None] if block_table is None else block_table
+    return _looked_up(table, seq_lens.astype(np.int64), counts, num_pages, page_size)
+
+
+def _on_host(name: str, array: Array) -> Array | None:
+    """Return the contents of an index array that can be read."""
+    return _arrays.contents(name, array, read_back=False)
+
+
+def _looked_up(block_table: Array, seq_lens: Array, counts: Array, num_pages: int, page_size: int) -> _Where:
+    """Return the slots and positions of so many tokens behind the end of each sequence."""
     room = block_table.shape[1] * page_size
     _checks.index_range("seq_lens", seq_lens, 0, room, "length before the append, within the cache")
     full = np.flatnonzero(seq_lens + counts > room)
@@ -256,7 +301,7 @@ def _slots_of_sequences(
             int(seq_lens[b]),
             f"at most {room - int(counts[b])}: {int(counts[b])} tokens are appended",
         )
-    sequence = np.repeat(np.arange(batch), counts)
+    sequence = np.repeat(np.arange(len(counts)), counts)
     first = np.repeat(np.cumsum(counts) - counts, counts)
     positions = np.arange(len(sequence)) - first + seq_lens[sequence]
     pages = block_table[sequence, positions // page_size].astype(np.int64)
@@ -267,17 +312,31 @@ def _slots_of_sequences(
         raise invalid(
             place, int(pages[t]), f"0 to {num_pages - 1}: a page of the pool, since a token goes there"
         )
-    return pages * page_size + positions % page_size, positions
+    return _Where(pages * page_size + positions % page_size, positions, {})
 
 
-def _rotation(
-    cos: Any, sin: Any, head_dim: int, positions: Array | None, num_tokens: int
-) -> tuple[Array | None, Array | None]:
-    """Return cos and sin with one row per token."""
+def _rotation(cos: Any, sin: Any, k: Array, where: _Where, num_tokens: int) -> dict[str, Array | None]:
+    """Return cos and sin with one row per token, or as tables with what says which rows are meant."""
     if cos is None and sin is None:
-        return None, None
-    rows = "max_position" if positions is not None else "num_tokens"
-    meaning = f"({rows}, rotary_dim / 2)"
+        return {"cos": None, "sin": None}
+    by_position = where.slots is None or where.positions is not None
+    meaning = f"({'max_position' if by_position else 'num_tokens'}, rotary_dim / 2)"
+    cos, sin = _rotary_tables(cos, sin, meaning, k.shape[-1])
+    if not by_position:
+        if len(cos) != num_tokens:
+            raise invalid("cos", f"shape {cos.shape}", f"{num_tokens} rows, one per token")
+        return {"cos": cos, "sin": sin}
+    positions = where.positions
+    if positions is None:
+        return {"cos": cos, "sin": sin}
+    if positions.size and int(positions.max()) >= len(cos):
+        raise invalid("cos", f"shape {cos.shape}", f"a row for position {int(positions.max())}")
+    if isinstance(cos, DeviceArray):
+        return {"cos": cos, "sin": sin, "positions": positions}
+    return {"cos": cos[positions], "sin": sin[positions]}
+
+
+def _rotary_tables(cos: Any, sin: Any, meaning: str, head_dim: int) -> tuple[Array, Array]:
     tables = []
     for name, table in (("cos", cos), ("sin", sin)):
         table, dtype = _checks.float_array(name, table, {2: meaning})
@@ -294,10 +353,4 @@ def _rotation(
         raise invalid(
             "sin", _checks.describe(tables[1]), f"shape {tables[0].shape} and dtype {tables[0].dtype}, as cos"
         )
-    if positions is None:
-        if len(tables[0]) != num_tokens:
-            raise invalid("cos", f"shape {tables[0].shape}", f"{num_tokens} rows, one per token")
-        return tables[0], tables[1]
-    if positions.size and int(positions.max()) >= len(tables[0]):
-        raise invalid("cos", f"shape {tables[0].shape}", f"a row for position {int(positions.max())}")
-    return tables[0][positions], tables[1][positions]
+    return tables[0], tables[1]

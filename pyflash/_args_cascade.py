@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import _args, _args_terms, _checks
+from . import _args, _args_terms, _arrays, _checks
 from ._description import Array, AttentionArgs, CFunction
+from ._device_array import DeviceArray
 from ._errors import invalid, unsupported
 
 _PREFIX_AXES = {
@@ -17,7 +18,7 @@ _PREFIX_AXES = {
 }
 _QUERY_AXES = {4: "(batch, seqlen_q, num_heads, head_dim) in the order of layout"}
 #: The options that are about how keys are stored and where the result goes, and not about scores.
-_STORAGE = ("k_scale", "v_scale", "kv_dtype", "out", "out_dtype")
+_STORAGE = ("k_scale", "v_scale", "kv_dtype", "out", "out_dtype", "max_seqlen_q", "check_indices", "q_scale")
 
 
 class Prefix(NamedTuple):
@@ -55,6 +56,11 @@ def cascade(
     `index` has the arrays that say where own keys and queries are, `shared_index` the block table and the
     length of the prefix, `layouts` the keywords layout, cache_layout and backend.
     """
+    one_pool = [mine is theirs for mine, theirs in zip(keys, shared, strict=True)]
+    q, shared, keys = _arrays.see("q", q), _see_pair("_shared", shared), _see_pair("", keys)
+    index, options = _arrays.see_all(index), _arrays.see_all(options)
+    shared_index = (_arrays.see("shared_block_table", shared_index[0]), shared_index[1])
+    shared_scales = _see_pair("_scale_shared", shared_scales)
     if options.get("workspace") is not None:
         found, instead = (
             _checks.describe(options["workspace"]),
@@ -64,22 +70,27 @@ def cascade(
     storage = {name: options[name] for name in _STORAGE if name in options}
     own = _own(q, *keys, index, layouts, storage)
     scales = tuple(
-        _scale_of_prefix(name, storage.get(name), given, x is x_shared)
-        for name, given, x, x_shared in zip(("k_scale", "v_scale"), shared_scales, keys, shared, strict=True)
+        _scale_of_prefix(name, storage.get(name), given, same)
+        for name, given, same in zip(("k_scale", "v_scale"), shared_scales, one_pool, strict=True)
     )
     prefix = _prefix(shared, scales, shared_index, own, layouts, storage.get("kv_dtype"))
+    inputs: dict[str, Array | None] = {"k_shared": prefix.k, "v_shared": prefix.v}
+    inputs.update(k_scale_shared=shared_scales[0], v_scale_shared=shared_scales[1])
+    inputs["shared_block_table"] = None if shared_index[0] is None else prefix.table
+    _arrays.check_places(layouts["backend"], "q", {"q": q, **inputs})
     if storage.get("out") is not None:
-        inputs: dict[str, Array | None] = {
-            "k_shared": prefix.k,
-            "v_shared": prefix.v,
-            "shared_block_table": prefix.table,
-        }
         inputs.update(k_scale_shared=prefix.k_scale, v_scale_shared=prefix.v_scale)
         given = {name: x for name, x in inputs.items() if x is not None}
         _checks.writable_output("out", storage["out"], given)
     call = _whole(q, own, prefix.length, layouts, options)
     _check_functions_and_tree(call.args, own)
     return Cascade(call, own, prefix)
+
+
+def _see_pair(suffix: str, pair: tuple[Any, Any]) -> tuple[Any, Any]:
+    """Return an argument of the keys and that of the values, seen; one array stays one."""
+    first = _arrays.see(f"k{suffix}", pair[0])
+    return first, first if pair[1] is pair[0] else _arrays.see(f"v{suffix}", pair[1])
 
 
 def _own(
@@ -176,20 +187,24 @@ def _whole(
     It checks and brings into canonical form everything that is about scores, and provides the results.
     """
     options = {name: x for name, x in options.items() if name not in ("k_scale", "v_scale", "kv_dtype")}
+    if q.dtype != own.q.dtype:  # bytes, which kv_dtype has named
+        q = q.view(own.q.dtype)
     widths, backend = (own.q.shape[3], own.out.shape[3]), layouts["backend"]
-    lengths = num_keys(own) + shared_len
+    lengths = _arrays.computed(lambda keys: keys + shared_len, num_keys(own))
     if own.block_table is None and own.cu_seqlens_kv is None:
         shape = (own.batch, own.k.shape[1] + shared_len, own.k.shape[2])
         if layouts["layout"] == "bhsd":
             shape = (shape[0], shape[2], shape[1])
-        k, v = (np.broadcast_to(np.zeros((), own.q.dtype), (*shape, width)) for width in widths)
+        k, v = (_arrays.of_shape((*shape, width), own.q.dtype, own.q) for width in widths)
         seq_lens = None if own.seq_lens is None else lengths
         return _args.dense(q, k, v, layout=layouts["layout"], seq_lens=seq_lens, backend=backend, **options)
-    capacity = int(lengths.max(initial=shared_len))
+    capacity = own.k.shape[1] + shared_len  # of packed keys: all of them
+    if not isinstance(lengths, DeviceArray):
+        capacity = int(lengths.max(initial=shared_len))
     if own.block_table is not None:
         capacity = own.block_table.shape[1] * own.k.shape[1] + shared_len
     shape = (1, max(capacity, 1), own.k.shape[2])
-    k, v = (np.broadcast_to(np.zeros((), own.q.dtype), (*shape, width)) for width in widths)
+    k, v = (_arrays.of_shape((*shape, width), own.q.dtype, own.q) for width in widths)
     table = np.zeros((own.batch, 1), np.int32)
     how = {"cu_seqlens_q": own.cu_seqlens_q, "layout": layouts["layout"], "backend": backend}
     return _args.paged(q, k, v, table, lengths, **how, **options)
@@ -203,6 +218,8 @@ def _check_functions_and_tree(whole: AttentionArgs, own: AttentionArgs) -> None:
     if whole.tree is None:
         return
     num_draft, keys = whole.tree.shape[1], num_keys(own)
+    if isinstance(keys, DeviceArray):
+        return
     short = np.flatnonzero(keys < num_draft)
     if short.size:
         b = int(short[0])
@@ -214,9 +231,9 @@ def _check_functions_and_tree(whole: AttentionArgs, own: AttentionArgs) -> None:
 
 
 def num_keys(args: AttentionArgs) -> Array:
-    """Return the valid keys of each sequence, int64 (batch,)."""
+    """Return the valid keys of each sequence, int64 (batch,); of lengths on a device, there."""
     if args.seq_lens is not None:
-        return args.seq_lens.astype(np.int64)
+        return _arrays.computed(lambda x: x, args.seq_lens)
     if args.cu_seqlens_kv is not None:
-        return np.diff(args.cu_seqlens_kv).astype(np.int64)
+        return _arrays.computed(lambda x: x[1:] - x[:-1], args.cu_seqlens_kv)
     return np.full(args.batch, args.k.shape[1], np.int64)

@@ -6,8 +6,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import _args, _checks
+from . import _args, _arrays, _checks
 from ._description import Array, AttentionArgs, StatsArgs
+from ._device_array import DeviceArray
 from ._errors import invalid
 
 #: What there is to want, in the order of the results.
@@ -69,15 +70,15 @@ class StatsCall(NamedTuple):
     lse_shape: tuple[int, ...]  # of the caller's lse
     table_axes: tuple[int, ...]  # of batch and heads, those that the results drop
 
-    def result(self) -> AttentionStats:
-        """Return the filled arrays in the caller's shapes."""
+    def result(self, caller: _args.Caller) -> AttentionStats:
+        """Return the filled arrays in the caller's shapes and kind."""
         args = self.args
 
-        def of_rows(x: Array | None) -> Array | None:
-            return None if x is None else x.reshape(self.lse_shape + x.shape[3:])
+        def of_rows(x: Array | None) -> Any:
+            return None if x is None else caller.give_back(x.reshape(self.lse_shape + x.shape[3:]))
 
-        def of_keys(x: Array | None) -> Array | None:
-            return None if x is None else x.squeeze(self.table_axes)
+        def of_keys(x: Array | None) -> Any:
+            return None if x is None else caller.give_back(x.squeeze(self.table_axes))
 
         return AttentionStats(
             max_logit=of_rows(args.max_logit),
@@ -108,7 +109,10 @@ def stats(
     if unknown:
         known = ", ".join(OPTIONS)
         raise TypeError(f"unexpected keyword argument {sorted(unknown)[0]!r}; options are {known}")
+    q, k, lse = (_arrays.see(name, x) for name, x in (("q", q), ("k", k), ("lse", lse)))
+    rows, index = _arrays.see("rows", rows), _arrays.see_all(index)
     attention = _attention(q, k, index, layouts, {**options, "backend": backend})
+    _arrays.check_places(backend, "q", {"q": q, "lse": lse, "rows": rows})
     shape = _lse_shape(attention, q.ndim, index["cu_seqlens_q"] is not None)
     compute = np.dtype(np.float64 if attention.q.dtype == np.float64 else np.float32)
     wanted = _wanted(want, rows)
@@ -116,23 +120,26 @@ def stats(
     if last_queries is not None:
         last_queries = _checks.integer("last_queries", last_queries, 1)
     if "rows" in wanted:
-        rows = _rows(rows, _longest_q(attention))
+        rows = _rows(rows, attention.max_seqlen_q)
     batch, seqlen, num_heads = attention.q.shape[:3]
     of_rows = (batch, num_heads, seqlen)
     of_keys = (attention.batch, num_heads, _num_keys(attention))
-    top_values = np.zeros((*of_rows, top_k), compute) if "top_k" in wanted else None
+
+    def new(name: str, shape: tuple[int, ...], fill: float, dtype: Any = compute) -> Array | None:
+        return _arrays.empty(shape, dtype, q, fill) if name in wanted else None
+
     args = StatsArgs(
         attention=attention,
         lse=_lse(lse, shape, compute).reshape(of_rows),
         last_queries=last_queries,
-        max_logit=np.full(of_rows, -np.inf, compute) if "max_logit" in wanted else None,
-        entropy=np.zeros(of_rows, compute) if "entropy" in wanted else None,
-        key_mass=np.zeros(of_keys, compute) if "key_mass" in wanted else None,
-        top_k_values=top_values,
-        top_k_indices=None if top_values is None else np.full(top_values.shape, -1, np.int64),
+        max_logit=new("max_logit", of_rows, -np.inf),
+        entropy=new("entropy", of_rows, 0),
+        key_mass=new("key_mass", of_keys, 0),
+        top_k_values=new("top_k", (*of_rows, top_k), 0),
+        top_k_indices=new("top_k", (*of_rows, top_k), -1, np.int64),
         rows=rows if "rows" in wanted else None,
         row_probabilities=(
-            np.zeros((*of_keys[:2], len(rows), of_keys[2]), compute) if "rows" in wanted else None
+            new("rows", (*of_keys[:2], len(rows), of_keys[2]), 0) if "rows" in wanted else None
         ),
     )
     dropped = {2: (0, 1), 3: (0,)}.get(q.ndim, ()) if _is_dense(attention) else ()
@@ -183,8 +190,7 @@ def _lse(lse: Any, shape: tuple[int, ...], compute: np.dtype[Any]) -> Array:
         raise invalid("lse", f"dtype {dtype.name}", "float32 or float64")
     if array.shape != shape:
         raise invalid("lse", f"shape {array.shape}", f"shape {shape}, that of the log-sum-exp of q and k")
-    with np.errstate(over="ignore"):
-        return np.ascontiguousarray(array, compute)
+    return _arrays.contiguous(array, compute)
 
 
 def _wanted(want: Any, rows: Any) -> set[str]:
@@ -204,23 +210,22 @@ def _wanted(want: Any, rows: Any) -> set[str]:
 
 
 def _rows(rows: Any, longest: int) -> Array:
-    """Return the chosen rows as int64."""
+    """Return the chosen rows, as int64 unless they lie on a device."""
     array = _checks.index_array("rows", rows, (None,), "(num_rows,)")
     _checks.index_range("rows", array, 0, longest - 1, "a row of the longest sequence")
-    return np.ascontiguousarray(array, np.int64)
-
-
-def _longest_q(args: AttentionArgs) -> int:
-    if args.cu_seqlens_q is None:
-        return int(args.q.shape[1])
-    return int(np.diff(args.cu_seqlens_q).max(initial=0))
+    return array if isinstance(array, DeviceArray) else np.ascontiguousarray(array, np.int64)
 
 
 def _num_keys(args: AttentionArgs) -> int:
-    """Return the length of the axis of keys: that of dense keys, else the longest valid length."""
+    """Return the length of the axis of keys: that of dense keys, else the longest valid length.
+
+    Of lengths on a device it is what they can be at most: all that the table holds, all packed keys.
+    """
     if args.block_table is not None:
         assert args.seq_lens is not None
+        if isinstance(args.seq_lens, DeviceArray):
+            return int(args.block_table.shape[1] * args.k.shape[1])
         return int(args.seq_lens.max(initial=0))
-    if args.cu_seqlens_kv is not None:
+    if args.cu_seqlens_kv is not None and not isinstance(args.cu_seqlens_kv, DeviceArray):
         return int(np.diff(args.cu_seqlens_kv).max(initial=0))
     return int(args.k.shape[1])

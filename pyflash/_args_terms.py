@@ -15,6 +15,7 @@ import numpy as np
 from . import _checks, _dtypes
 from ._checks import MAX_POSITION
 from ._description import Array, CFunction, UserFunction
+from ._device_array import DeviceArray
 from ._errors import invalid, unsupported
 
 _TERM_AXES = {
@@ -37,8 +38,10 @@ class Extent(NamedTuple):
     num_heads: int
     seqlen_q: int  # of the longest sequence
     keys: tuple[int, ...]  # lengths that the key axis of a bias may have; the first one is canonical
-    cu_seqlens_q: Array | None
-    lengths: Array | int  # valid keys of each sequence, (batch,), or of all
+    total_q: int | None  # of packed queries
+    starts: Array | None  # contents of cu_seqlens_q, None where there is none or it is not read
+    lengths: Array | int  # valid keys of each sequence, (batch,), or of all, or a bound on them
+    contents: Callable[[str, Array], Array | None]  # of an index array; None where it is not read
 
     def num_keys(self) -> Array:
         """Return the valid keys of each sequence, (batch,)."""
@@ -81,7 +84,7 @@ def softcap(value: Any) -> float:
 
 
 def alibi_slopes(value: Any, extent: Extent) -> Array | None:
-    """Return the slopes as a new float64 array (batch, num_heads)."""
+    """Return the slopes (batch, num_heads): a new float64 array, or a view of what lies on a device."""
     if value is None:
         return None
     array, _ = _checks.float_array("alibi_slopes", value, {1: "(num_heads,)", 2: "(batch, num_heads)"})
@@ -92,17 +95,19 @@ def alibi_slopes(value: Any, extent: Extent) -> Array | None:
             f"shape {array.shape}",
             f"shape (num_heads,) = ({full[1]},) or (batch, num_heads) = {full}",
         )
+    if isinstance(array, DeviceArray):
+        return np.broadcast_to(array, full)
     return np.ascontiguousarray(np.broadcast_to(array.astype(np.float64), full))
 
 
 def sinks(value: Any, num_heads: int) -> Array | None:
-    """Return the logits of the sinks as a new float64 array (num_heads,)."""
+    """Return the logits of the sinks (num_heads,): a new float64 array, or what lies on a device."""
     if value is None:
         return None
     array, _ = _checks.float_array("sinks", value, {1: "(num_heads,)"})
     if array.shape != (num_heads,):
         raise invalid("sinks", f"shape {array.shape}", f"shape (num_heads,) = ({num_heads},)")
-    return array.astype(np.float64)
+    return array if isinstance(array, DeviceArray) else array.astype(np.float64)
 
 
 def sink_tokens(value: Any) -> int:
@@ -116,13 +121,12 @@ def spans(value: Any, extent: Extent) -> tuple[Array, Array] | None:
         return None
     if not isinstance(value, (tuple, list)) or len(value) != 2:
         raise invalid("spans", _checks.describe(value), "a pair (lo, hi): row i sees lo[i] <= j < hi[i]")
-    cu_seqlens_q = extent.cu_seqlens_q
-    if cu_seqlens_q is None:
+    if extent.total_q is None:
         full: tuple[int, ...] = (extent.batch, extent.seqlen_q)
         meaning = f"a shape that broadcasts to (batch, seqlen_q) = {full}"
         axes = {1: "(seqlen_q,)", 2: "(batch, seqlen_q)"}
     else:
-        full = (int(cu_seqlens_q[-1]),)
+        full = (extent.total_q,)
         meaning = f"a shape that broadcasts to (total_q,) = {full}"
         axes = {1: "(total_q,)"}
     ends = []
@@ -139,17 +143,20 @@ def spans(value: Any, extent: Extent) -> tuple[Array, Array] | None:
         else:
             number = _checks.integer(name, end, -MAX_POSITION, MAX_POSITION)
             array = np.full((1,) * len(full), number, np.int64)
-        _check_rising(name, np.broadcast_to(array, full), cu_seqlens_q)
-        _checks.index_range(name, array, -MAX_POSITION, MAX_POSITION, "a key position")
+        values = extent.contents(name, array)
+        if values is not None:
+            if extent.total_q is None or extent.starts is not None:  # else it may fall anywhere
+                _check_rising(name, np.broadcast_to(values, full), extent.starts)
+            _checks.index_range(name, values, -MAX_POSITION, MAX_POSITION, "a key position")
         array = np.broadcast_to(array, full)
-        ends.append(array if cu_seqlens_q is None else array[np.newaxis])
+        ends.append(array if extent.total_q is None else array[np.newaxis])
     return ends[0], ends[1]
 
 
-def _check_rising(name: str, end: Array, cu_seqlens_q: Array | None) -> None:
+def _check_rising(name: str, end: Array, starts: Array | None) -> None:
     falls = end[..., 1:] < end[..., :-1]
-    if cu_seqlens_q is not None and falls.size:
-        first = cu_seqlens_q[1:-1]
+    if starts is not None and falls.size:
+        first = starts[1:-1]
         falls[first[(first > 0) & (first < end.size)] - 1] = False
     if falls.any():
         where = tuple(int(i) for i in np.argwhere(falls)[0])
@@ -163,7 +170,10 @@ def _check_rising(name: str, end: Array, cu_seqlens_q: Array | None) -> None:
 
 
 def tree(value: Any, extent: Extent) -> Array | None:
-    """Return who sees whom among the draft tokens, bool (batch, num_draft, num_draft)."""
+    """Return who sees whom among the draft tokens, bool (batch, num_draft, num_draft).
+
+    What lies on a device stays what it is, parents (batch, num_draft) too.
+    """
     if value is None:
         return None
     batch = extent.batch
@@ -183,7 +193,11 @@ def tree(value: Any, extent: Extent) -> Array | None:
     if short.size:
         b, most = int(short[0]), int(num_keys[short[0]])
         raise invalid("tree", f"{num_draft} draft tokens", f"at most {most}, the keys of sequence {b}")
-    return np.ascontiguousarray(array) if array.ndim == 3 else _ancestors(array)
+    if array.ndim == 3:
+        return array if isinstance(array, DeviceArray) else np.ascontiguousarray(array)
+    values = extent.contents("tree", array)
+    seen = None if values is None else _ancestors(values)
+    return array if isinstance(array, DeviceArray) else seen
 
 
 def _ancestors(parents: Array) -> Array:
@@ -210,7 +224,12 @@ def user_function(name: str, value: Any, backend: str) -> UserFunction | None:
     """Return a function on elements in the form that the backend calls."""
     if value is None:
         return None
+    if backend == "cuda":
+        return _cuda_expression(name, value)
     signature = _SCORE_MOD if name == "score_mod" else _MASK_MOD
+    if isinstance(value, str):
+        instead = "a function of NumPy arrays" if backend == "numpy" else f"a C function {signature}"
+        raise unsupported(name, "a CUDA expression", f"the {backend} backend", f"give {instead}")
     found = c_function(name, value, signature)
     if backend == "numpy":
         if found is not None:
@@ -228,6 +247,19 @@ def user_function(name: str, value: Any, backend: str) -> UserFunction | None:
             f"use backend='numpy', or give a C function {signature} made by cffi, ctypes or numba.cfunc",
         )
     return found
+
+
+def _cuda_expression(name: str, value: Any) -> str:
+    """Return a C++ expression, the only form of a function that can be compiled into a kernel."""
+    variables = ("score, " if name == "score_mod" else "") + "batch, head, query, key"
+    expected = f"a CUDA C++ expression in {variables}, as a str"
+    if not isinstance(value, str):
+        if callable(value):
+            raise unsupported(name, "a function", "the cuda backend", f"give {expected}")
+        raise invalid(name, _checks.describe(value), expected)
+    if not value.strip():
+        raise invalid(name, repr(value), expected)
+    return value
 
 
 def c_function(name: str, value: Any, signature: str) -> CFunction | None:
@@ -266,32 +298,40 @@ def _letter(ctypes_code: str) -> str:
 
 
 def scale_of(
-    name: str, value: Any, stored: Array, keys_shape: tuple[int, ...], to_canonical: Callable[[Array], Array]
+    name: str,
+    value: Any,
+    stored: Array,
+    keys_shape: tuple[int, ...],
+    to_canonical: Callable[[Array], Array],
+    *,
+    heads: str = "num_kv_heads",
 ) -> Array | None:
     """Return a storage scale as float32 with the axes (batch, token, kv head) of canonical keys.
 
     `stored` is the array that it belongs to in the caller's axes, `to_canonical` what turns such an
-    array into one with four axes.
+    array into one with four axes. One per head that lies on a device stays of its type.
     """
     if value is None:
         return None
-    num_kv_heads = keys_shape[2]
+    num_heads = keys_shape[2]
     per_token = stored.shape[:-1]
     if not isinstance(value, np.ndarray):
         number = np.asarray(narrowed(name, _checks.number(name, value)), np.float32)
         return np.broadcast_to(number, keys_shape)
-    axes = {1: "(num_kv_heads,)", len(per_token): str(per_token)}
+    axes = {1: f"({heads},)", len(per_token): str(per_token)}
     array, dtype = _checks.float_array(name, value, axes)
     if array.shape == per_token:
         if dtype.name != "float32":
             raise invalid(name, f"dtype {array.dtype}", "float32 where there is a scale per token and head")
         return to_canonical(array[..., np.newaxis])[..., 0]
-    if array.shape != (num_kv_heads,):
+    if array.shape != (num_heads,):
         raise invalid(
             name,
             f"shape {array.shape}",
-            f"a number, shape (num_kv_heads,) = ({num_kv_heads},), or {per_token}, one per token and head",
+            f"a number, shape ({heads},) = ({num_heads},), or {per_token}, one per token and head",
         )
+    if isinstance(array, DeviceArray):
+        return np.broadcast_to(array, keys_shape)
     for h, x in enumerate(array.tolist()):
         narrowed(f"{name}[{h}]", x)
     return np.broadcast_to(array.astype(np.float32), keys_shape)

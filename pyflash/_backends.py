@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
-from . import _checks
+from . import _arrays, _checks
 from ._description import Backend
 from ._errors import BackendUnavailable
 
@@ -63,13 +63,20 @@ class _Absent:
     attention = attention_stats = merge_states = append_kv = explain = _refuse
 
 
-def resolve(name: object) -> Backend:
-    """Return the backend that a call with ``backend=name`` uses, or raise BackendUnavailable."""
+def chosen_name(name: object) -> str:
+    """Return the name that ``backend=name`` stands for: itself or the default, which may be "auto"."""
     if name is None:
         name = _current.get() or os.environ.get("PYFLASH_BACKEND") or AUTO
+    chosen: str = _checks.choice("backend", name, (*MODULES, AUTO))
+    return chosen
+
+
+def resolve(name: object, array: object = None) -> Backend:
+    """Return the backend that a call with ``backend=name`` on an array uses, or raise BackendUnavailable."""
+    name = chosen_name(name)
     if name == AUTO:
-        name = "c"  # every array kind that is accepted so far lies in host memory
-    backend = load(_checks.choice("backend", name, (*MODULES, AUTO)))
+        name = "cuda" if _arrays.is_on_device(array) else "c"
+    backend = load(name)
     reason = backend.unavailable()
     if reason is not None:
         raise BackendUnavailable(f"backend: {name!r} is not available: {reason}")

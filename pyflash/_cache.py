@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from . import _backends, _checks, _dtypes
+from . import _arrays, _backends, _checks, _dtypes
 from ._description import Array
+from ._device_kind import bits
 from ._errors import InvalidArgument, invalid
 from ._pages import PageTable
 from ._reservation import Reservation, Sequences, sequence_list, table_of
@@ -52,14 +53,16 @@ class PagedKVCache:
         num_kv_heads, head_dim)`` or ``(num_pages, num_kv_heads, page_size, head_dim)``. To be
         passed on to `pyflash.paged_attention`.
     backend : str, optional
-        Backend that writes the keys, as in `pyflash.append_kv`; by default the one in use.
+        Backend that writes the keys, as in `pyflash.append_kv`; by default the one in use. With "cuda"
+        pools, tables and lengths lie on the GPU, with all others in host memory.
 
     Attributes
     ----------
     k_cache, v_cache : numpy.ndarray
         The pools, ``(num_layers, num_pages, ...)``; ``k_cache[layer]`` is what
         `pyflash.paged_attention` takes. Treat them as read-only. Those of float8 and int4 are uint8,
-        the latter ``head_dim / 2`` wide.
+        the latter ``head_dim / 2`` wide. With ``backend="cuda"`` they are CuPy arrays on the device that
+        is current when the cache is made.
     kv_dtype : str or None
         What `pyflash.paged_attention` has to be told about pools of uint8.
     k_scale, v_scale : numpy.ndarray or None
@@ -121,9 +124,13 @@ class PagedKVCache:
         self.page_size = _checks.integer("page_size", page_size, 1)
         self.num_layers = _checks.integer("num_layers", num_layers, 1)
         self.cache_layout: str = _checks.choice("cache_layout", cache_layout, ("nhd", "hnd"))
-        if backend is not None:
-            _backends.resolve(backend)
+        if backend is not None or _backends.chosen_name(None) == "cuda":
+            backend = _backends.resolve(backend).name  # pools on a GPU stay with their backend
         self.backend = backend
+        #: What makes the arrays, None for NumPy.
+        self._kind: _arrays.DeviceKind | None = None
+        if backend == "cuda":
+            self._kind, self._device = _arrays.own_kind, _arrays.own_kind.current_device()
         num_kv_heads = _checks.integer("num_kv_heads", num_kv_heads, 1)
         stored, self._dtype_name = _stored_as(dtype)
         short_names = {full: name for name, full in _dtypes.OF_BYTES.items()}
@@ -138,8 +145,8 @@ class PagedKVCache:
                 raise invalid(name, width, f"a multiple of {per_item} for {self._dtype_name}")
             widths.append(whole)
         self.k_cache, self.v_cache = (self._pool(num_kv_heads, width, stored) for width in widths)
-        self.k_scale: Array | None = None
-        self.v_scale: Array | None = None
+        self.k_scale: Any = None
+        self.v_scale: Any = None
         if self._dtype_name in _QUANTISED:
             float32 = np.dtype(np.float32)
             self.k_scale, self.v_scale = (self._pool(num_kv_heads, 1, float32)[..., 0] for _ in range(2))
@@ -214,14 +221,24 @@ class PagedKVCache:
         Returns
         -------
         numpy.ndarray
-            ``(batch, max_pages)`` int32, as wide as the longest row; unused entries are -1.
+            ``(batch, max_pages)`` int32, as wide as the longest row; unused entries are -1. Of a cache
+            on a GPU an array there.
         """
-        return table_of([self._pages.find(seq, "seqs").pages for seq in sequence_list(seqs)])
+        table = table_of([self._pages.find(seq, "seqs").pages for seq in sequence_list(seqs)])
+        placed: Array = self._placed(table)[0]
+        return placed
 
     def seq_lens(self, seqs: Sequences) -> Array:
-        """Return the lengths of sequences, ``(batch,)`` int32."""
+        """Return the lengths of sequences, ``(batch,)`` int32; of a cache on a GPU an array there."""
         lengths = [self._pages.find(seq, "seqs").length for seq in sequence_list(seqs)]
-        return np.array(lengths, np.int32)
+        placed: Array = self._placed(np.array(lengths, np.int32))[0]
+        return placed
+
+    def _placed(self, *arrays: Array) -> list[Any]:
+        """Return arrays where the pools are; several go to a GPU in one copy."""
+        if self._kind is None:
+            return list(arrays)
+        return self._kind.uploaded(arrays, self._device)
 
     def reserve(self, seqs: Sequences, num_tokens: int | Iterable[int]) -> Reservation:
         """Make room for new tokens, whose keys and values then come layer by layer.
@@ -311,7 +328,7 @@ class PagedKVCache:
                 step.append(layer, k[layer], v[layer], cos=cos, sin=sin, interleaved=interleaved)
 
     def _with_layers(self, name: str, array: Array) -> Array:
-        if not isinstance(array, np.ndarray):
+        if not hasattr(array, "shape"):
             raise invalid(name, type(array).__name__, "a numpy.ndarray")
         if array.ndim == 3 and self.num_layers == 1:
             return array[np.newaxis]
@@ -352,11 +369,21 @@ class PagedKVCache:
             return {}
         return {"k_scale": self.k_scale[layer], "v_scale": self.v_scale[layer], "kv_dtype": self.kv_dtype}
 
-    def _pool(self, num_kv_heads: int, width: int, dtype: np.dtype[Any]) -> Array:
-        """Return zeros, which the operating system hands out on first touch."""
+    def _tokens(self, array: Any) -> Any:
+        """Return an array of new tokens where the pools are: NumPy's are copied to a GPU."""
+        if self._kind is None or not isinstance(array, np.ndarray):
+            return array
+        return self._kind.uploaded((array,), self._device)[0]
+
+    def _pool(self, num_kv_heads: int, width: int, dtype: np.dtype[Any]) -> Any:
+        """Return zeros, which on the host the operating system hands out on first touch."""
         shape = (self.num_layers, self.num_pages, self.page_size, num_kv_heads, width)
         if self.cache_layout == "hnd":
             shape = (self.num_layers, self.num_pages, num_kv_heads, self.page_size, width)
+        if self._kind is not None:
+            pool = self._kind.empty(shape, dtype, self._device)
+            self._kind.fill(bits(pool), 0)
+            return self._kind.give_back(pool)
         try:
             return np.zeros(shape, dtype)
         except ValueError:  # more than an address can reach
@@ -366,8 +393,9 @@ class PagedKVCache:
         for pool in (self.k_cache, self.v_cache, self.k_scale, self.v_scale):
             if pool is None:
                 continue
+            pool = _arrays.see("pool", pool)
             by_token = pool.swapaxes(2, 3) if self.cache_layout == "hnd" else pool
-            by_token[:, target, :num_tokens] = by_token[:, source, :num_tokens]
+            _arrays.assign(by_token[:, target, :num_tokens], by_token[:, source, :num_tokens])
 
 
 def _stored_as(dtype: Any) -> tuple[np.dtype[Any], str]:

@@ -12,15 +12,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import _args_cascade, _backends
+from . import _args, _args_cascade, _arrays, _backends
 from ._args_cascade import Cascade, Prefix, num_keys
 from ._description import UNLIMITED, Array, AttentionArgs, Backend, CFunction, MergeArgs, UserFunction
+from ._device_array import DeviceArray
 from ._options import attention_options
 
 #: What means the same in every pass.
 _SAME_IN_BOTH = (
     *("scale", "softcap", "alibi_slopes", "causal", "window"),
-    *("num_splits", "tile", "family", "isa", "num_threads"),
+    *("num_splits", "tile", "family", "isa", "num_threads", "batch_invariant", "q_scale"),
 )
 
 
@@ -122,7 +123,7 @@ def cascade_attention(
     >>> pyflash.cascade_attention(q, prefix, prefix, own, own, causal=True).shape
     (3, 1, 2, 8)
     """
-    chosen = _backends.resolve(backend)
+    chosen = _backends.resolve(backend, q)
     cascade = _args_cascade.cascade(
         q,
         (k_shared, v_shared),
@@ -139,7 +140,8 @@ def cascade_attention(
         options=options,
     )
     _run(cascade, chosen)
-    return cascade.call.result()
+    result: Array | tuple[Array, Array] = cascade.call.result(_args.Caller.of(q, options.get("out")))
+    return result
 
 
 def _run(cascade: Cascade, backend: Backend) -> None:
@@ -148,17 +150,27 @@ def _run(cascade: Cascade, backend: Backend) -> None:
     batch, seqlen, num_heads = whole.q.shape[:3]
     num_rows = batch * seqlen
     compute = np.dtype(np.float64 if whole.q.dtype == np.float64 else np.float32)
-    parts = np.empty((2, num_rows, num_heads, whole.out.shape[3]), compute)
-    part_lse = np.empty((2, num_heads, num_rows), compute)
+    parts = _arrays.empty((2, num_rows, num_heads, whole.out.shape[3]), compute, whole.q)
+    part_lse = _arrays.empty((2, num_heads, num_rows), compute, whole.q)
     shaped = parts.reshape(2, *whole.out.shape)
     shaped_lse = part_lse.reshape(2, num_heads, batch, seqlen).swapaxes(1, 2)
-    parts[0], part_lse[0] = 0, -np.inf
-    rows = _rows(whole, num_keys(own) + prefix.length)
-    for one in _passes(_base(whole, own, prefix), rows, prefix.length):
-        backend.attention(one.args)
-        one.store(parts[0], part_lse[0])
+    _arrays.fill(parts[0], 0)
+    _arrays.fill(part_lse[0], -np.inf)
+    keys = _arrays.computed(lambda n: n + prefix.length, num_keys(own))
+    base = _base(whole, own, prefix)
+    if _is_unread(whole):
+        if prefix.length:
+            backend.attention(
+                _unread_pass(base, whole, keys, (parts[0], part_lse[0]), (shaped[0], shaped_lse[0]))
+            )
+    else:
+        for one in _passes(base, _rows(whole, keys), prefix.length):
+            backend.attention(one.args)
+            one.store(parts[0], part_lse[0])
     backend.attention(_rest(whole, own, prefix.length, shaped[1], shaped_lse[1]))
-    lse = np.empty((batch, num_heads, seqlen), compute) if whole.lse is None else whole.lse
+    lse = whole.lse
+    if lse is None:
+        lse = _arrays.empty((batch, num_heads, seqlen), compute, whole.q)
     backend.merge_states(
         MergeArgs(
             parts=shaped,
@@ -177,20 +189,24 @@ def _rest(whole: AttentionArgs, own: AttentionArgs, shared_len: int, out: Array,
     def shifted(function: UserFunction | None) -> UserFunction | None:
         if function is None:
             return None
+        if isinstance(function, str):
+            return (
+                "[&](long long query, long long key) { return "
+                f"({function}); }}(query + {shared_len}, key + {shared_len})"
+            )
         return _renamed(function, lambda b, h, query, key: (b, h, query + shared_len, key + shared_len))
 
-    spans = None
-    if whole.spans is not None:
-        lo, hi = (end.astype(np.int64) - shared_len for end in whole.spans)  # an int32 could wrap around
-        spans = lo, hi
+    def moved(positions: Array) -> Array:
+        return _arrays.computed(lambda x: x - shared_len, positions)
+
     return own._replace(
         out=out,
         lse=lse,
-        spans=spans,
+        spans=None if whole.spans is None else (moved(whole.spans[0]), moved(whole.spans[1])),
         bias=None if whole.bias is None else whole.bias[..., shared_len:],
         mask=None if whole.mask is None else whole.mask[..., shared_len:],
         sink_tokens=max(0, whole.sink_tokens - shared_len),
-        q_offset=None if whole.q_offset is None else whole.q_offset - shared_len,
+        q_offset=None if whole.q_offset is None else moved(whole.q_offset),
         score_mod=shifted(whole.score_mod),
         mask_mod=shifted(whole.mask_mod),
         **{name: getattr(whole, name) for name in (*_SAME_IN_BOTH, "tree")},
@@ -217,6 +233,67 @@ def _base(whole: AttentionArgs, own: AttentionArgs, prefix: Prefix) -> Attention
         cu_seqlens_kv=None,
         seq_lens=np.array([prefix.length], np.int64),
         block_table=prefix.table[np.newaxis],
+    )
+
+
+def _is_unread(whole: AttentionArgs) -> bool:
+    """Return whether rows stay where they are: the host does not know their positions or what they see."""
+    index = [whole.seq_lens, whole.cu_seqlens_q, whole.q_offset, *(whole.spans or ())]
+    functions = (whole.score_mod, whole.mask_mod)
+    return (
+        any(isinstance(x, DeviceArray) for x in index)
+        or any(isinstance(x, str) for x in functions)
+        or isinstance(whole.q_scale, np.ndarray)  # which belongs to rows where they are
+    )
+
+
+def _unread_pass(
+    base: AttentionArgs,
+    whole: AttentionArgs,
+    keys: Array,
+    as_rows: tuple[Array, Array],
+    as_sequences: tuple[Array, Array],
+) -> AttentionArgs:
+    """Return the one pass over the prefix of rows whose positions the host does not know.
+
+    Where every row certainly sees all of the prefix they are one sequence of many rows, else all
+    sequences as they are. `as_rows` and `as_sequences` are the same results in both shapes.
+    """
+    assert base.seq_lens is not None and base.block_table is not None
+    batch, seqlen, num_heads, head_dim = whole.q.shape
+    shared_len = int(base.seq_lens[0])
+    terms = ("alibi_slopes", "score_mod", "mask_mod", "bias", "mask")
+    at_the_end = whole.max_seqlen_q <= 1 and whole.q_offset is None  # a single row sees what is before it
+    if (
+        (at_the_end or not base.causal)
+        and (base.window == (UNLIMITED, UNLIMITED) or base.sink_tokens >= shared_len)
+        and whole.spans is None
+        and not isinstance(whole.q_scale, np.ndarray)
+        and all(getattr(base, name) is None for name in terms)
+    ):
+        q = _arrays.reshaped(whole.q, (1, batch * seqlen, num_heads, head_dim))
+        return base._replace(
+            q=q,
+            out=as_rows[0][np.newaxis],
+            lse=as_rows[1][np.newaxis],
+            causal=False,
+            window=(UNLIMITED, UNLIMITED),
+            max_seqlen_q=batch * seqlen,
+        )
+    offset, start = whole.q_offset, whole.cu_seqlens_q
+    if offset is None and start is None:
+        offset = _arrays.computed(lambda n: n - seqlen, keys)
+    elif offset is None and start is not None:
+        offset = _arrays.computed(lambda n, start: n - (start[1:] - start[:-1]), keys, start)
+    num = whole.batch
+    return base._replace(
+        out=as_sequences[0],
+        lse=as_sequences[1],
+        spans=whole.spans,
+        q_offset=offset,
+        cu_seqlens_q=whole.cu_seqlens_q,
+        seq_lens=np.repeat(base.seq_lens, num),
+        block_table=np.broadcast_to(base.block_table, (num, base.block_table.shape[1])),
     )
 
 
@@ -248,7 +325,7 @@ def _rows(whole: AttentionArgs, keys: Array) -> _Rows:
     if whole.spans is not None:
         spans = (whole.spans[0].reshape(-1), whole.spans[1].reshape(-1))
     offset = keys - np.diff(start) if whole.q_offset is None else whole.q_offset
-    return _Rows(whole.q.reshape(batch * seqlen, num_heads, head_dim), start, offset, spans)
+    return _Rows(_arrays.reshaped(whole.q, (batch * seqlen, num_heads, head_dim)), start, offset, spans)
 
 
 class _Pass(NamedTuple):
@@ -262,8 +339,9 @@ class _Pass(NamedTuple):
     def store(self, out: Array, lse: Array) -> None:
         """Copy the results to ``(num_rows, num_heads, head_dim_v)`` and ``(num_heads, num_rows)``."""
         assert self.args.lse is not None
-        out[self.rows] = self.to_rows(self.args.out)
-        lse.swapaxes(0, 1)[self.rows] = self.to_rows(self.args.lse.swapaxes(1, 2)[..., np.newaxis])[..., 0]
+        _arrays.put(out, self.rows, self.to_rows(self.args.out))
+        by_row = self.to_rows(self.args.lse.swapaxes(1, 2)[..., np.newaxis])[..., 0]
+        _arrays.put(lse.swapaxes(0, 1), self.rows, by_row)
 
 
 def _passes(base: AttentionArgs, rows: _Rows, shared_len: int) -> Iterator[_Pass]:
@@ -322,20 +400,21 @@ def _same_for_heads(term: Array | None) -> bool:
     return all(n == 1 or stride == 0 for n, stride in zip(term.shape[:2], term.strides[:2], strict=True))
 
 
-def _with_results(args: AttentionArgs, q: Array) -> AttentionArgs:
+def _with_results(args: AttentionArgs, q: Array, max_seqlen_q: int) -> AttentionArgs:
     """Return a pass with queries ``(batch, rows, heads, head_dim)`` and arrays for its results."""
     batch, num_rows, num_heads = q.shape[:3]
     compute = np.dtype(np.float64 if q.dtype == np.float64 else np.float32)
-    out = np.empty((batch, num_rows, num_heads, args.out.shape[3]), compute)
-    return args._replace(q=q, out=out, lse=np.empty((batch, num_heads, num_rows), compute))
+    out = _arrays.empty((batch, num_rows, num_heads, args.out.shape[3]), compute, q)
+    lse = _arrays.empty((batch, num_heads, num_rows), compute, q)
+    return args._replace(q=q, out=out, lse=lse, max_seqlen_q=max_seqlen_q)
 
 
 def _as_rows(base: AttentionArgs, rows: _Rows, sequences: Array) -> _Pass:
     """Return the pass of sequences that see the whole prefix: they are one sequence of many rows."""
     numbers = rows.of(sequences)
-    q = rows.q[np.newaxis] if len(numbers) == len(rows.q) else rows.q[np.newaxis, numbers]
+    q = (rows.q if len(numbers) == len(rows.q) else _arrays.take(rows.q, numbers))[np.newaxis]
     args = base._replace(causal=False, window=(UNLIMITED, UNLIMITED))
-    return _Pass(_with_results(args, q), numbers, lambda x: x[0])
+    return _Pass(_with_results(args, q, len(numbers)), numbers, lambda x: x[0])
 
 
 def _as_heads(base: AttentionArgs, rows: _Rows, sequences: Array) -> _Pass:
@@ -348,12 +427,14 @@ def _as_heads(base: AttentionArgs, rows: _Rows, sequences: Array) -> _Pass:
     group = num_heads // max(num_kv_heads, 1)
     numbers = np.stack([rows.of(sequences[i : i + 1]) for i in range(num)])
     seqlen = numbers.shape[1]
-    q = rows.q[numbers].reshape(num, seqlen, num_kv_heads, group, head_dim).transpose(1, 2, 0, 3, 4)
-    q = q.reshape(1, seqlen, num_kv_heads * num * group, head_dim)
+    q = _arrays.take(rows.q, numbers)
+    q = q.reshape(num, seqlen, num_kv_heads, group, head_dim).transpose(1, 2, 0, 3, 4)
+    q = _arrays.reshaped(q, (1, seqlen, num_kv_heads * num * group, head_dim))
 
     def to_rows(x: Array) -> Array:
-        x = x.reshape(seqlen, num_kv_heads, num, group, -1).transpose(2, 0, 1, 3, 4)
-        return x.reshape(num, seqlen, num_heads, -1)
+        width = x.shape[3]
+        x = x.reshape(seqlen, num_kv_heads, num, group, width).transpose(2, 0, 1, 3, 4)
+        return _arrays.reshaped(x, (num, seqlen, num_heads, width))
 
     def named(batch: Any, head: Any, query: Any, key: Any) -> tuple[Any, ...]:
         kv_head, place = np.divmod(head, num * group)
@@ -364,7 +445,8 @@ def _as_heads(base: AttentionArgs, rows: _Rows, sequences: Array) -> _Pass:
 
     slopes = base.alibi_slopes
     if slopes is not None:
-        slopes = slopes[sequences].reshape(num, num_kv_heads, group).swapaxes(0, 1).reshape(1, -1)
+        slopes = _arrays.take(slopes, sequences).reshape(num, num_kv_heads, group).swapaxes(0, 1)
+        slopes = _arrays.reshaped(slopes, (1, q.shape[2]))
     args = base._replace(
         alibi_slopes=slopes,
         bias=term(base.bias),
@@ -374,14 +456,15 @@ def _as_heads(base: AttentionArgs, rows: _Rows, sequences: Array) -> _Pass:
         mask_mod=None if base.mask_mod is None else _renamed(base.mask_mod, named),
         q_offset=rows.offset[sequences[:1]],
     )
-    return _Pass(_with_results(args, q), numbers, to_rows)
+    return _Pass(_with_results(args, q, seqlen), numbers, to_rows)
 
 
 def _one_by_one(base: AttentionArgs, rows: _Rows, sequences: Array) -> _Pass:
     """Return the pass of sequences that have nothing but the prefix in common, as packed sequences."""
     assert base.seq_lens is not None and base.block_table is not None
     numbers, num = rows.of(sequences), len(sequences)
-    q = rows.q[np.newaxis, numbers]
+    q = _arrays.take(rows.q, numbers)[np.newaxis]
+    counts = np.diff(rows.start)[sequences]
     every = num == len(rows.offset)
 
     def term(x: Array | None) -> Array | None:
@@ -392,23 +475,23 @@ def _one_by_one(base: AttentionArgs, rows: _Rows, sequences: Array) -> _Pass:
         return sequences[batch], head, query, key
 
     args = base._replace(
-        alibi_slopes=None if base.alibi_slopes is None else base.alibi_slopes[sequences],
+        alibi_slopes=None if base.alibi_slopes is None else _arrays.take(base.alibi_slopes, sequences),
         bias=term(base.bias),
         mask=term(base.mask),
         spans=rows.spans_at(numbers[np.newaxis]),
         score_mod=None if base.score_mod is None else _renamed(base.score_mod, named),
         mask_mod=None if base.mask_mod is None else _renamed(base.mask_mod, named),
         q_offset=rows.offset[sequences],
-        cu_seqlens_q=np.cumsum([0, *np.diff(rows.start)[sequences]]),
+        cu_seqlens_q=np.cumsum([0, *counts]),
         seq_lens=np.repeat(base.seq_lens, num),
         block_table=np.broadcast_to(base.block_table, (num, base.block_table.shape[1])),
     )
-    return _Pass(_with_results(args, q), numbers, lambda x: x[0])
+    return _Pass(_with_results(args, q, int(counts.max(initial=0))), numbers, lambda x: x[0])
 
 
 def _renamed(function: UserFunction, rename: Callable[..., tuple[Any, ...]]) -> UserFunction:
     """Return a user's function that is told the caller's batch, head and positions instead of a pass's."""
-    assert not isinstance(function, CFunction)
+    assert not isinstance(function, (CFunction, str))
 
     def renamed(*args: Any) -> Any:
         return function(*args[:-4], *rename(*args[-4:]))

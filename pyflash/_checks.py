@@ -8,18 +8,22 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from . import _dtypes
 from ._description import Array
+from ._device_array import DeviceArray
 from ._errors import invalid
 
 #: Positions stay far from the end of int64, so that the kernels can add them without overflow.
 MAX_POSITION = 2**48
 
 INDEX_DTYPES = (np.dtype(np.int32), np.dtype(np.int64))
+
+AN_ARRAY = "an array (NumPy, CuPy, torch or DLPack)"
 
 
 def describe(value: object) -> str:
@@ -38,7 +42,7 @@ def plain_array(name: str, value: object, axes: dict[int, str]) -> Array:
         if isinstance(value, np.ma.MaskedArray):
             raise invalid(name, "a masked array", "a plain array: its mask would be lost")
         if not isinstance(value, np.ndarray):
-            raise invalid(name, describe(value), "a NumPy array")
+            raise invalid(name, describe(value), AN_ARRAY)
     if value.ndim not in axes:
         raise invalid(name, f"shape {value.shape}", "shape " + " or ".join(axes.values()))
     if not value.dtype.isnative:
@@ -47,6 +51,8 @@ def plain_array(name: str, value: object, axes: dict[int, str]) -> Array:
     for stride in value.strides if itemsize > 1 else ():
         if stride % itemsize:
             raise invalid(name, f"strides {value.strides}", f"multiples of the item size {itemsize}")
+    if isinstance(value, DeviceArray) and not value.flags.aligned:
+        raise invalid(name, f"address {value.address:#x}", f"a multiple of the item size {itemsize} on a GPU")
     return value
 
 
@@ -107,7 +113,12 @@ def index_array(name: str, value: object, shape: tuple[int | None, ...], meaning
 
 
 def index_range(name: str, array: Array, low: int, high: int, meaning: str) -> None:
-    """Refuse an index array with a value outside ``low <= value <= high``, naming the first."""
+    """Refuse an index array with a value outside ``low <= value <= high``, naming the first.
+
+    What lies on a device is for the kernel to bound.
+    """
+    if isinstance(array, DeviceArray):
+        return
     outside = (array < low) | (array > high)
     if outside.any():
         where = tuple(int(i) for i in np.argwhere(outside)[0])
@@ -115,12 +126,20 @@ def index_range(name: str, array: Array, low: int, high: int, meaning: str) -> N
         raise invalid(place, int(array[where]), f"{low} to {high} ({meaning})")
 
 
-def prefix_sums(name: str, value: object, batch: int | None, total: int) -> Array:
-    """Return checked cumulative lengths: from 0, non-decreasing, up to `total` tokens."""
+def prefix_sums(
+    name: str, value: object, batch: int | None, total: int, contents: Callable[[str, Array], Array | None]
+) -> tuple[Array, Array | None]:
+    """Return cumulative lengths, and checked contents: from 0, non-decreasing, up to `total` tokens.
+
+    `contents` says what an index array contains, None for one that is not read.
+    """
     want = "(batch + 1,)" if batch is None else f"(batch + 1,) = ({batch + 1},)"
-    array = index_array(name, value, (None if batch is None else batch + 1,), want)
-    if array.shape[0] == 0:
+    given = index_array(name, value, (None if batch is None else batch + 1,), want)
+    if given.shape[0] == 0:
         raise invalid(name, "shape (0,)", f"shape {want}")
+    array = contents(name, given)
+    if array is None:
+        return given, None
     if array[0] != 0:
         raise invalid(f"{name}[0]", int(array[0]), "0")
     falls = np.flatnonzero(array[1:] < array[:-1])
@@ -129,7 +148,7 @@ def prefix_sums(name: str, value: object, batch: int | None, total: int) -> Arra
         raise invalid(f"{name}[{i}]", int(array[i]), f"at least {name}[{i - 1}] = {int(array[i - 1])}")
     if array[-1] != total:
         raise invalid(f"{name}[-1]", int(array[-1]), f"{total}, the number of packed tokens")
-    return array
+    return given, array
 
 
 def integer(name: str, value: object, low: int | None = None, high: int | None = None) -> int:

@@ -28,8 +28,9 @@ class CFunction(NamedTuple):
     owner: object
 
 
-#: NumPy functions on the NumPy backend, C functions on the C backend.
-UserFunction = Callable[..., Any] | CFunction
+#: NumPy functions on the NumPy backend, C functions on the C backend, on CUDA a C++ expression in the
+#: variables ``score`` (float or double), ``batch``, ``head``, ``query`` and ``key`` (64-bit integers).
+UserFunction = Callable[..., Any] | CFunction | str
 
 
 class AttentionArgs(NamedTuple):
@@ -39,6 +40,15 @@ class AttentionArgs(NamedTuple):
     packed (``cu_seqlens_kv``) or paged (``block_table``). Queries are dense or packed
     (``cu_seqlens_q``), independently of the keys. Packed arrays carry a leading axis of 1, so
     that every array has four axes.
+
+    On the CUDA backend arrays may be `DeviceArray`, described like all others but out of the host's
+    reach: q, k, v, out, lse, bias, mask, workspace and scales per token all together or none of them;
+    everything else may lie on either side. What lies on the device is as the caller gave it:
+
+    * index arrays (lengths, tables, offsets, spans, parents) are int32 or int64 and unchecked: whatever
+      is wrong in them is for the kernel to bound;
+    * `alibi_slopes`, `sinks` and scales per head are of any float type and any strides;
+    * `tree` is bool as on the host, of any strides, or the parents, (batch, num_draft) integers.
     """
 
     q: Array  # (batch, seqlen_q, num_heads, head_dim) | (1, total_q, num_heads, head_dim)
@@ -74,9 +84,12 @@ class AttentionArgs(NamedTuple):
     isa: str | None
     num_threads: int | None
     workspace: Array | None  # contiguous bytes that the caller keeps for the kernels
-    max_seqlen_q: int = 0  # no sequence has more queries
-    batch_invariant: bool = False
-    q_scale: Array | None = None
+    #: Query rows of the longest sequence; with cu_seqlens_q on a device a bound on them.
+    max_seqlen_q: int
+    batch_invariant: bool = False  # CUDA: bits that don't depend on other sequences, pages and rows
+    #: CUDA, float8 q: a number, or (batch, seqlen_q, num_heads) | (1, total_q, num_heads) float32, zero
+    #: strides. None: 1.
+    q_scale: float | Array | None = None
 
     @property
     def batch(self) -> int:
@@ -92,14 +105,21 @@ class MergeArgs(NamedTuple):
 
     parts: Array  # (num_parts, batch, seqlen, num_heads, head_dim_v)
     part_lse: Array  # (num_parts, batch, num_heads, seqlen)
-    sinks: Array | None  # (num_heads,)
+    sinks: Array | None  # (num_heads,) float64, on a device of any float type
     lse_includes_sinks: bool
     out: Array  # (batch, seqlen, num_heads, head_dim_v); to be filled
     lse: Array  # (batch, num_heads, seqlen); to be filled
 
 
 class AppendArgs(NamedTuple):
-    """New keys and values and the places in a cache where they go."""
+    """New keys and values and the places in a cache where they go.
+
+    A place is a slot, page * page_size + place in the page. Where slots are None, lengths, table or
+    prefix sums lie on a device and are here as given, unchecked: the token t of a sequence b has the
+    position ``seq_lens[b] + t`` and the slot that the table says; without a table, page b is the sequence.
+    The sequences are ``cu_seqlens``, or equally long parts of the tokens. A token without a place in the
+    cache, or without a row in cos and sin, is not written, nor any other of its sequence.
+    """
 
     k: Array  # (num_tokens, num_kv_heads, head_dim)
     v: Array  # (num_tokens, num_kv_heads, head_dim_v)
@@ -109,10 +129,15 @@ class AppendArgs(NamedTuple):
     k_scale: Array | None  # (num_pages, page_size, num_kv_heads) float32, or zero strides; None: 1
     v_scale: Array | None
     writes_scales: bool  # k_scale and v_scale are chosen per token and head, and written
-    slots: Array  # (num_tokens,) int64: page * page_size + place, or -1: skipped
+    slots: Array | None  # (num_tokens,) int64, on a device also int32; -1: skipped
     cos: Array | None  # (num_tokens, rotary_dim / 2) float32 or float64: rotation of each token
     sin: Array | None
     interleaved: bool  # rotate neighbouring pairs instead of the two halves
+    #: (num_tokens,) int64: cos and sin, on a device, are tables and these the rows of the tokens.
+    positions: Array | None = None
+    block_table: Array | None = None  # (batch, max_pages) integers; only where slots is None, as all below
+    seq_lens: Array | None = None  # (batch,) integers, before the append; cos and sin are tables then
+    cu_seqlens: Array | None = None  # (batch + 1,) integers
 
 
 class StatsArgs(NamedTuple):
@@ -123,14 +148,14 @@ class StatsArgs(NamedTuple):
     """
 
     attention: AttentionArgs  # its v is k, its out is never touched, its lse is None
-    lse: Array  # (batch, num_heads, seqlen_q) | (1, num_heads, total_q) float32 or float64
+    lse: Array  # (batch, num_heads, seqlen_q) | (1, num_heads, total_q) of the type of computation
     last_queries: int | None  # key_mass counts the last so many rows of each sequence only
     max_logit: Array | None  # as lse; largest final score, -inf without a visible key
     entropy: Array | None  # as lse; in nats, 0 without a visible key
     key_mass: Array | None  # (batch, num_heads, keys): sum of the probabilities over the rows
     top_k_values: Array | None  # (*lse.shape, k): largest probabilities, falling; 0 behind the last
     top_k_indices: Array | None  # int64 keys, of equal ones the first one first; -1 behind the last
-    rows: Array | None  # (num_rows,) int64: row numbers inside each sequence
+    rows: Array | None  # (num_rows,) int64, on a device also int32: row numbers inside each sequence
     row_probabilities: Array | None  # (batch, num_heads, num_rows, keys)
 
 

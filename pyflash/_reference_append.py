@@ -11,6 +11,7 @@ from ._storage import assignable, encode
 
 def append(args: AppendArgs) -> None:
     """Write the tokens into their slots, and the scales of their heads if the call chooses them."""
+    assert args.slots is not None  # nothing lies on a device
     token = np.flatnonzero(args.slots >= 0)
     place = np.divmod(args.slots[token], args.k_cache.shape[1])
     k, v = args.k[token], args.v[token]

@@ -30,7 +30,8 @@ class Reservation:
     """Room for the new tokens of some sequences; see `PagedKVCache.reserve`.
 
     All arrays are those of the sequences with their new tokens, in the form that
-    `pyflash.paged_attention` takes, and read-only.
+    `pyflash.paged_attention` takes, and read-only. Those of a cache on a GPU lie there too: they are
+    copied once for all layers.
 
     Attributes
     ----------
@@ -46,6 +47,9 @@ class Reservation:
         ``(total,)`` int64, position of each new token in its sequence: what a rotary embedding needs.
     slots : numpy.ndarray
         ``(total,)`` int64, ``page * page_size + place`` of each new token.
+    max_seqlen_q : int
+        New tokens of the sequence that has most: the bound that `pyflash.paged_attention` can be given
+        where `cu_seqlens` lie on a GPU.
     """
 
     seqs: list[int]
@@ -54,6 +58,7 @@ class Reservation:
     cu_seqlens: Array
     positions: Array
     slots: Array
+    max_seqlen_q: int
 
     def __init__(self, cache: PagedKVCache, seqs: Sequences, num_tokens: int | Iterable[int]) -> None:
         self._cache = cache
@@ -113,7 +118,7 @@ class Reservation:
             Layer of the model; each exactly once, in any order.
         k, v : numpy.ndarray
             ``(total, num_kv_heads, head_dim)`` and ``(total, num_kv_heads, head_dim_v)``, packed in
-            the order of `seqs`.
+            the order of `seqs`. NumPy arrays are copied to the GPU where the cache lies there.
         cos, sin : numpy.ndarray, optional
             ``(total, rotary_dim / 2)``, the rotation of each new token (so those of `positions`),
             applied to the keys before they are written.
@@ -140,13 +145,14 @@ class Reservation:
         if self._written[layer]:
             raise invalid("layer", f"{layer}, which was appended before", "each layer once")
         pools = cache.k_cache[layer], cache.v_cache[layer]
+        k, v = cache._tokens(k), cache._tokens(v)
         append_kv(
             k,
             v,
             *pools,
             slots=self.slots,
-            cos=cos,
-            sin=sin,
+            cos=cache._tokens(cos),
+            sin=cache._tokens(sin),
             interleaved=interleaved,
             cache_layout=cache.cache_layout,
             backend=cache.backend,
@@ -168,17 +174,21 @@ class Reservation:
 
     def _describe(self, growths: list[Growth], lengths: list[int], num_tokens: list[int]) -> None:
         page_size = self._cache.page_size
-        self.block_table = table_of([growth.pages for growth in growths])
-        self.seq_lens = np.array([growth.length for growth in growths], np.int32)
-        self.cu_seqlens = np.zeros(len(growths) + 1, np.int32)
-        np.cumsum(num_tokens, out=self.cu_seqlens[1:])
+        block_table = table_of([growth.pages for growth in growths])
+        seq_lens = np.array([growth.length for growth in growths], np.int32)
+        cu_seqlens = np.zeros(len(growths) + 1, np.int32)
+        np.cumsum(num_tokens, out=cu_seqlens[1:])
         row = np.repeat(np.arange(len(growths)), num_tokens)
-        first = np.array(lengths, np.int64) - self.cu_seqlens[:-1]
-        self.positions = first[row] + np.arange(row.size)
-        page = self.block_table[row, self.positions // page_size].astype(np.int64)
-        self.slots = page * page_size + self.positions % page_size
-        for array in (self.block_table, self.seq_lens, self.cu_seqlens, self.positions, self.slots):
+        first = np.array(lengths, np.int64) - cu_seqlens[:-1]
+        positions = first[row] + np.arange(row.size)
+        page = block_table[row, positions // page_size].astype(np.int64)
+        slots = page * page_size + positions % page_size
+        arrays = block_table, seq_lens, cu_seqlens, positions, slots
+        for array in arrays:
             array.flags.writeable = False
+        placed = self._cache._placed(*arrays)
+        self.block_table, self.seq_lens, self.cu_seqlens, self.positions, self.slots = placed
+        self.max_seqlen_q = max(num_tokens, default=0)
 
 
 def table_of(rows: list[list[int]]) -> Array:

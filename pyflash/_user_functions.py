@@ -35,7 +35,7 @@ def ask(name: str, function: UserFunction, pairs: Pairs, *score: Array, kinds: s
     InvalidArgument
         It returned another type, or a shape that doesn't broadcast.
     """
-    assert not isinstance(function, CFunction)  # the checks have seen to it
+    assert not isinstance(function, (CFunction, str))  # the checks have seen to it
     batch = np.full((1, 1), pairs.sequence.number, np.int64)
     result: Array = np.asarray(function(*score, batch, pairs.head, pairs.query, pairs.key))
     if result.dtype.kind not in kinds or not _broadcasts(result.shape, pairs.shape):

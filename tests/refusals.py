@@ -59,13 +59,22 @@ PAIR = "a pair (left, right), both inclusive: a single number would not say whet
 #: name -> (arguments, words)
 DENSE = {
     # arrays
-    "list": (arrays(q=[[1.0]]), "q: found [[1.0]] (list), expected a NumPy array"),
-    "None": (arrays(k=None), "k: found None (NoneType), expected a NumPy array"),
+    "list": (
+        arrays(q=[[1.0]]),
+        "q: found [[1.0]] (list), expected an array (NumPy, CuPy, torch or DLPack)",
+    ),
+    "None": (
+        arrays(k=None),
+        "k: found None (NoneType), expected an array (NumPy, CuPy, torch or DLPack)",
+    ),
     "masked array": (
         arrays(v=np.ma.masked_array(V, V > 0)),
         "v: found a masked array, expected a plain array: its mask would be lost",
     ),
-    "0-d": (arrays(q=np.float32(1)), "q: found np.float32(1.0) (float32), expected a NumPy array"),
+    "0-d": (
+        arrays(q=np.float32(1)),
+        "q: found np.float32(1.0) (float32), expected an array (NumPy, CuPy, torch or DLPack)",
+    ),
     "0-d array": (arrays(q=np.zeros((), F4)), f"q: found shape (), expected {DENSE_AXES}"),
     "1-d": (arrays(k=np.zeros(8, F4)), f"k: found shape (8,), expected {DENSE_AXES}"),
     "5-d": (arrays(v=V[None]), f"v: found shape (1, 2, 5, 2, 6), expected {DENSE_AXES}"),
@@ -167,7 +176,10 @@ DENSE = {
         arrays(q_offset=np.array([0, 2**50])),
         f"q_offset[1]: found {2**50}, expected {-(2**48)} to {2**48} (a position)",
     ),
-    "lengths as a list": (arrays(seq_lens=[1, 2]), "seq_lens: found [1, 2] (list), expected a NumPy array"),
+    "lengths as a list": (
+        arrays(seq_lens=[1, 2]),
+        "seq_lens: found [1, 2] (list), expected an array (NumPy, CuPy, torch or DLPack)",
+    ),
     "lengths of a wrong shape": (
         arrays(seq_lens=np.array([[1], [2]])),
         "seq_lens: found shape (2, 1), expected shape (batch,) = (2,)",
@@ -247,7 +259,7 @@ VARLEN = {
     "four axes": (packed(q=Q), "q: found shape (2, 3, 4, 8), expected shape (total, heads, head_dim)"),
     "sums as a list": (
         packed(cu_seqlens_q=[0, 5]),
-        "cu_seqlens_q: found [0, 5] (list), expected a NumPy array",
+        "cu_seqlens_q: found [0, 5] (list), expected an array (NumPy, CuPy, torch or DLPack)",
     ),
     "float sums": (
         packed(cu_seqlens_kv=np.array([0.0, 4.0, 7.0])),

@@ -39,9 +39,12 @@ DENSE_OPTIONS = {
     ),
     "slopes a list": (
         arrays(alibi_slopes=[1.0] * 4),
-        "alibi_slopes: found [1.0, 1.0, 1.0, 1.0] (list), expected a NumPy array",
+        "alibi_slopes: found [1.0, 1.0, 1.0, 1.0] (list), expected an array (NumPy, CuPy, torch or DLPack)",
     ),
-    "slopes a number": (arrays(alibi_slopes=0.5), "alibi_slopes: found 0.5 (float), expected a NumPy array"),
+    "slopes a number": (
+        arrays(alibi_slopes=0.5),
+        "alibi_slopes: found 0.5 (float), expected an array (NumPy, CuPy, torch or DLPack)",
+    ),
     "slopes 0-d": (
         arrays(alibi_slopes=np.zeros(())),
         "alibi_slopes: found shape (), expected shape (num_heads,) or (batch, num_heads)",
@@ -66,8 +69,14 @@ DENSE_OPTIONS = {
         arrays(alibi_slopes=np.ma.ones(4)),
         "alibi_slopes: found a masked array, expected a plain array: its mask would be lost",
     ),
-    "bias a list": (arrays(bias=[[0.0]]), "bias: found [[0.0]] (list), expected a NumPy array"),
-    "bias a number": (arrays(bias=1.0), "bias: found 1.0 (float), expected a NumPy array"),
+    "bias a list": (
+        arrays(bias=[[0.0]]),
+        "bias: found [[0.0]] (list), expected an array (NumPy, CuPy, torch or DLPack)",
+    ),
+    "bias a number": (
+        arrays(bias=1.0),
+        "bias: found 1.0 (float), expected an array (NumPy, CuPy, torch or DLPack)",
+    ),
     "bias 0-d": (
         arrays(bias=np.zeros((), F4)),
         "bias: found shape (), expected shape (seqlen_kv,) or (seqlen_q, seqlen_kv) or "
@@ -127,8 +136,14 @@ DENSE_OPTIONS = {
         "bias: found shape (3, 4), expected a shape that broadcasts to (batch, num_heads, "
         "seqlen_q, seqlen_kv) = (2, 4, 3, 5 or 3)",
     ),
-    "mask a list": (arrays(mask=[[True]]), "mask: found [[True]] (list), expected a NumPy array"),
-    "mask True": (arrays(mask=True), "mask: found True (bool), expected a NumPy array"),
+    "mask a list": (
+        arrays(mask=[[True]]),
+        "mask: found [[True]] (list), expected an array (NumPy, CuPy, torch or DLPack)",
+    ),
+    "mask True": (
+        arrays(mask=True),
+        "mask: found True (bool), expected an array (NumPy, CuPy, torch or DLPack)",
+    ),
     "mask of integers": (
         arrays(mask=np.ones((3, 5), np.uint8)),
         "mask: found dtype uint8, expected bool, True where a key may be seen: of zeros and ones, "
@@ -163,9 +178,12 @@ DENSE_OPTIONS = {
     ),
     "sinks a list": (
         arrays(sinks=[0.0] * 4),
-        "sinks: found [0.0, 0.0, 0.0, 0.0] (list), expected a NumPy array",
+        "sinks: found [0.0, 0.0, 0.0, 0.0] (list), expected an array (NumPy, CuPy, torch or DLPack)",
     ),
-    "sinks a number": (arrays(sinks=0.0), "sinks: found 0.0 (float), expected a NumPy array"),
+    "sinks a number": (
+        arrays(sinks=0.0),
+        "sinks: found 0.0 (float), expected an array (NumPy, CuPy, torch or DLPack)",
+    ),
     "sinks of kv heads": (
         arrays(sinks=np.zeros(2, F4)),
         "sinks: found shape (2,), expected shape (num_heads,) = (4,)",
@@ -245,7 +263,10 @@ DENSE_OPTIONS = {
         "spans[1][2]: found 1152921504606846976, expected -281474976710656 to 281474976710656 (a "
         "key position)",
     ),
-    "tree a list": (arrays(tree=[[-1]]), "tree: found [[-1]] (list), expected a NumPy array"),
+    "tree a list": (
+        arrays(tree=[[-1]]),
+        "tree: found [[-1]] (list), expected an array (NumPy, CuPy, torch or DLPack)",
+    ),
     "tree of one axis": (
         arrays(tree=np.array([-1, 0])),
         "tree: found shape (2,), expected shape (batch, num_draft) of parents or (batch, "

@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 from emulator import Platform
 from emulator._toolchain import HEADERS, HERE
-
 from pyflash.gpu import _compile, _device, _plan
 
 KEPT = Path(__file__).resolve().parents[1] / "build" / "nvrtc"
@@ -99,6 +98,7 @@ def log_of(text: str, options: tuple[str, ...], architecture: str) -> str:
     if path.exists():
         return path.read_text(encoding="utf-8")
     _, log = _compile.compile_cubin(text, options, architecture)
+    log = log.rstrip("\0")
     KEPT.mkdir(parents=True, exist_ok=True)
     path.write_text(log, encoding="utf-8")
     return log

@@ -41,7 +41,7 @@ def launch(
     device = Platform().device(0)
     kernel = device.compile(
         f"{before}\nstruct call_t {{ {fields} }};\n"
-        f'extern "C" __global__ void __launch_bounds__({block}) pf_test('
+        f'extern "C" __global__ void __launch_bounds__({min(block, 1024)}) pf_test('
         "const __grid_constant__ call_t call) {\n"
         f"const int t = threadIdx.x; (void)t; {locals_}\n{body}\n}}\n",
         "pf_test",
@@ -173,6 +173,11 @@ def test_shared_memory_holds_nan_before_each_block():
     assert np.isnan(static).all() and np.isnan(dynamic).all()
 
 
+def test_registers_that_were_not_set_are_no_accidental_zeros():
+    (got,) = launch("float x[4]; for (int i = 0; i < t; i++) x[i] = 0; a[t] = x[2];", floats(4), block=4)
+    assert got[3] == 0 and (np.abs(got[:3]) > 1e30).all()
+
+
 def test_fresh_memory_is_nan():
     device = Platform().device(0)
     memory = device.allocate(100)
@@ -185,25 +190,31 @@ def test_fresh_memory_is_nan():
 
 
 def test_shuffles_of_four_and_eight_bytes():
-    x = np.random.default_rng(1).integers(-(2**31), 2**31, 64).astype(np.int32)
     lane = np.arange(64) % 32
     first = np.arange(64) - lane
-    for type_, scale in (("int", 1), ("long long", 2**20), ("double", 0.5), ("float", 1)):
-        values = x % 2**20 if type_ == "float" else x
-        for call, source in {
-            "__shfl_sync(~0u, x, 5)": first + 5,
-            "__shfl_sync(~0u, x, t * 7)": first + lane * 7 % 32,
-            "__shfl_sync(~0u, x, t + 3, 8)": first + lane // 8 * 8 + (lane + 3) % 8,
-            "__shfl_xor_sync(~0u, x, 9)": first + (lane ^ 9),
-            "__shfl_xor_sync(~0u, x, 3, 4)": first + (lane ^ 3),
-            "__shfl_up_sync(~0u, x, 3)": first + np.where(lane >= 3, lane - 3, lane),
-            "__shfl_up_sync(~0u, x, 3, 16)": first + np.where(lane % 16 >= 3, lane - 3, lane),
-            "__shfl_down_sync(~0u, x, 4)": first + np.where(lane + 4 < 32, lane + 4, lane),
-            "__shfl_down_sync(~0u, x, 1, 2)": first + (lane | 1),
-        }.items():
-            body = f"const {type_} factor = {scale}, x = a[t] * factor; b[t] = (int)({call} / factor);"
-            _, got = launch(body, values, np.zeros_like(values), block=64)
-            assert got.tolist() == values[source].tolist(), (type_, call)
+    sources = {
+        "__shfl_sync(~0u, x, 5)": first + 5,
+        "__shfl_sync(~0u, x, t * 7)": first + lane * 7 % 32,
+        "__shfl_sync(~0u, x, t + 3, 8)": first + lane // 8 * 8 + (lane + 3) % 8,
+        "__shfl_xor_sync(~0u, x, 9)": first + (lane ^ 9),
+        "__shfl_xor_sync(~0u, x, 3, 4)": first + (lane ^ 3),
+        "__shfl_xor_sync(~0u, x, 12, 8)": first + np.where(lane & 8, lane ^ 12, lane),
+        "__shfl_up_sync(~0u, x, 3)": first + np.where(lane >= 3, lane - 3, lane),
+        "__shfl_up_sync(~0u, x, 3, 16)": first + np.where(lane % 16 >= 3, lane - 3, lane),
+        "__shfl_down_sync(~0u, x, 4)": first + np.where(lane + 4 < 32, lane + 4, lane),
+        "__shfl_down_sync(~0u, x, 1, 2)": first + (lane | 1),
+    }
+    x = np.random.default_rng(1).integers(-(2**20), 2**20, 64).astype(np.int32)
+    for type_, factor in (("int", 1), ("unsigned", 1), ("long long", 2**33), ("double", 0.3), ("float", 0.5)):
+        results = "".join(
+            f"b[64 * {i} + t] = (int)rint((double)({call} / factor));\n" for i, call in enumerate(sources)
+        )
+        if type_ == "unsigned":
+            results = results.replace("(double)", "(double)(int)")
+        body = f"const {type_} factor = {factor}, x = a[t] * factor;\n{results}"
+        _, got = launch(body, x, np.zeros((len(sources), 64), np.int32), block=64)
+        for row, (call, source) in zip(got, sources.items(), strict=True):
+            assert row.tolist() == x[source].tolist(), (type_, call)
 
 
 def test_sums_by_shuffles():
@@ -290,7 +301,7 @@ FAULTS = {
     "masks that differ": ("__syncwarp(t < 16 ? 0xffffffffu : 0xffff0001u);", "deadlock"),
     "a trap": (
         "if (t == 7) __trap();",
-        r"thread 7 of block \(0, 0, 0\) of pf_test: __trap\(\), pf_test.cu:\d+",
+        r"thread 7 of block \(0, 0, 0\) of pf_test: __trap\(\), pf_test.cu:\d+\n *\d+: if \(t == 7\) __trap",
     ),
     "an assertion": ("assert(a[t] != 0);", r"assertion failed: a\[t\] != 0"),
     "a write behind an allocation": (
@@ -304,6 +315,10 @@ FAULTS = {
         "write to address .*, 0 bytes behind the 1024 bytes of dynamic shared memory",
     ),
     "a null pointer": ("*(int *)(uintptr_t)a[t] = t;", r"write to address \(nil\)"),
+    "a read at an odd place": (
+        "a[0] = ((int2 *)(a + 1))->x;",
+        r"thread 0 .*: misaligned access\n(?s:.*)\n *\d+: a\[0\] = \(\(int2",
+    ),
     "an integer division by zero": ("a[t] = 5 / (a[t] - 0);", "division by zero"),
     "a stack overflow": (
         "volatile int x[20000]; x[t] = t; a[t] = x[t] + x[0];",
@@ -355,13 +370,25 @@ def test_writes_behind_odd_sizes():
     ("grid", "block", "shared", "reason"),
     [
         (0, 32, 0, "a grid of"),
-        (1, 1025, 0, "a block of 1025 threads"),
+        (1, 1025, 0, "a block of 1025 threads, at most 1024"),
         (1, 32, 232449, "232449 of dynamic shared memory"),
     ],
 )
 def test_launches_that_a_gpu_refuses(grid, block, shared, reason):
     with pytest.raises(EmulationError, match=reason):
         launch("", np.zeros(1, np.int32), grid=grid, block=block, shared=shared)
+
+
+def test_a_block_larger_than_the_launch_bounds():
+    device = Platform().device(0)
+    kernel = device.compile(
+        'extern "C" __global__ void __launch_bounds__(32 * (PF_WARPS), 1) pf_test(int x) {}',
+        "pf_test",
+        ("-DPF_WARPS=3",),
+    )
+    device.launch(kernel, (1, 1, 1), 96, 0, 0, np.zeros((), np.int32))
+    with pytest.raises(EmulationError, match="a block of 97 threads, at most 96"):
+        device.launch(kernel, (1, 1, 1), 97, 0, 0, np.zeros((), np.int32))
 
 
 def test_argument_of_another_size():

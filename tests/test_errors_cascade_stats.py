@@ -153,7 +153,10 @@ def stats(**changes: Any) -> dict[str, Any]:
 
 NAMES = "('max_logit', 'entropy', 'key_mass', 'top_k', 'rows')"
 STATS = {
-    "list": (stats(lse=[1.0]), "lse: found [1.0] (list), expected a NumPy array"),
+    "list": (
+        stats(lse=[1.0]),
+        "lse: found [1.0] (list), expected an array (NumPy, CuPy, torch or DLPack)",
+    ),
     "shape of rows": (
         stats(lse=normal(3, (2, 3, 4))),
         "lse: found shape (2, 3, 4), expected shape (2, 4, 3), that of the log-sum-exp of q and k",
@@ -187,7 +190,10 @@ STATS = {
         stats(rows=np.array([-1])),
         "rows[0]: found -1, expected 0 to 2 (a row of the longest sequence)",
     ),
-    "list of rows": (stats(rows=[0]), "rows: found [0] (list), expected a NumPy array"),
+    "list of rows": (
+        stats(rows=[0]),
+        "rows: found [0] (list), expected an array (NumPy, CuPy, torch or DLPack)",
+    ),
     "top_k 0": (stats(top_k=0), "top_k: found 0, expected an integer, 1 to 2147483647"),
     "top_k of floats": (stats(top_k=2.0), "top_k: found 2.0 (float), expected an integer"),
     "no queries": (stats(last_queries=0), "last_queries: found 0, expected an integer, at least 1"),
@@ -222,7 +228,7 @@ def test_options_that_mean_nothing_here(option):
 
 
 def test_wrong_kind_of_user_function(any_isa):
-    function = UserFunction(lambda s, b, h, i, j: s, of_score=True)
+    function = UserFunction(lambda s, b, h, i, j: s, "score", of_score=True)
     wrong = function.of_backend("c" if any_isa.name == "numpy" else "numpy")
     with pytest.raises(pyflash.UnsupportedError, match="score_mod: "):
         pyflash.attention_stats(**stats(score_mod=wrong), **any_isa.kwargs)

@@ -50,7 +50,10 @@ MERGE = {
         "sinks: found shape (5,), expected shape (num_heads,) = (4,)",
     ),
     "integer sinks": (parts(sinks=np.zeros(4, "i4")), f"sinks: found dtype int32, expected {TYPES}"),
-    "a number as sink": (parts(sinks=1.0), "sinks: found 1.0 (float), expected a NumPy array"),
+    "a number as sink": (
+        parts(sinks=1.0),
+        "sinks: found 1.0 (float), expected an array (NumPy, CuPy, torch or DLPack)",
+    ),
     "out_dtype": (parts(out_dtype="int8"), f"out_dtype: found 'int8' (str), expected {TYPES}"),
 }
 
@@ -181,7 +184,10 @@ APPEND = {
         new_tokens(k=normal(1, (5, 2, 8)), v=normal(2, (5, 2, 6)), cu_seqlens=prefix_sums([1, 3])),
         "cu_seqlens[-1]: found 4, expected 5, the number of packed tokens",
     ),
-    "cos alone": (new_tokens(cos=COS), "sin: found None (NoneType), expected a NumPy array"),
+    "cos alone": (
+        new_tokens(cos=COS),
+        "sin: found None (NoneType), expected an array (NumPy, CuPy, torch or DLPack)",
+    ),
     "half tables": (
         new_tokens(cos=COS.astype(F2), sin=COS),
         "cos: found dtype float16, expected float32 or float64",

@@ -242,7 +242,7 @@ REFUSED = {
     ),
     "list of ids": (
         lambda: spans.documents([0, 1], IDS[0]),
-        "segment_ids_q: found [0, 1] (list), expected a NumPy array",
+        "segment_ids_q: found [0, 1] (list), expected an array (NumPy, CuPy, torch or DLPack)",
     ),
     "float ids": (
         lambda: spans.documents(IDS, IDS.astype(float)),

@@ -43,7 +43,7 @@ struct pf_call {
     pf_tensor q, k, v, out;
     pf_tensor lse;              /* one element a row: stride_dim is unused */
     pf_tensor k_scale, v_scale; /* float32; stride_dim is unused */
-    pf_tensor q_scale;          /* [sequence][][kv head], any float type */
+    pf_tensor q_scale;          /* as q, float32; stride_dim is unused */
     pf_tensor bias, mask;       /* [sequence][row][head][key] in the order of the strides; the mask's are bytes */
     pf_tensor alibi_slopes;     /* [sequence][][head], any float type */
     pf_tensor sinks;            /* [][][head] */
@@ -69,16 +69,15 @@ struct pf_call {
     void *partial;
 };
 
-/* Which score terms and masks a kernel has been compiled for; the others cost nothing. */
-enum {
-    PF_TERM_SOFTCAP = 1,
-    PF_TERM_ALIBI = 2,
-    PF_TERM_BIAS = 4,
-    PF_TERM_MASK = 8,
-    PF_TERM_TREE = 16,
-    PF_TERM_SCORE_MOD = 32,
-    PF_TERM_MASK_MOD = 64,
-};
+/* Which score terms and masks a kernel has been compiled for; the others cost nothing. Macros, since the
+ * preprocessor asks too. */
+#define PF_TERM_SOFTCAP 1
+#define PF_TERM_ALIBI 2
+#define PF_TERM_BIAS 4
+#define PF_TERM_MASK 8
+#define PF_TERM_TREE 16
+#define PF_TERM_SCORE_MOD 32
+#define PF_TERM_MASK_MOD 64
 #ifndef PF_TERMS
 #define PF_TERMS (PF_TERM_SOFTCAP | PF_TERM_ALIBI | PF_TERM_BIAS | PF_TERM_MASK | PF_TERM_TREE)
 #endif

@@ -8,8 +8,30 @@
 
 #define PF_WARP_ALL 0xffffffffu
 
-/* Outputs that one pass computes, some a lane; wider values take several passes. */
-enum { PF_CAREFUL_REGISTERS = 18, PF_CAREFUL_DIMS = 32 * PF_CAREFUL_REGISTERS };
+/* Types that a kernel has been compiled for; with these known, half as much code. */
+#ifdef PF_Q_TYPE
+#define PF_TYPE_OF_Q(call) (PF_Q_TYPE)
+#else
+#define PF_TYPE_OF_Q(call) ((call).q.dtype)
+#endif
+#ifdef PF_KV_TYPE
+#define PF_TYPE_OF_KV(call) (PF_KV_TYPE)
+#else
+#define PF_TYPE_OF_KV(call) ((call).k.dtype)
+#endif
+
+/* Keys of a tile, some a lane: few enough to be summed up from zero in a chain. Outputs that one pass computes,
+ * some a lane; wider values take several passes. */
+enum {
+    PF_CAREFUL_KEYS = 8,
+    PF_CAREFUL_TILE = 32 * PF_CAREFUL_KEYS,
+#ifdef PF_HEAD_DIM_V /* known to a kernel: no more registers and code than it takes */
+    PF_CAREFUL_REGISTERS = (PF_HEAD_DIM_V + 31) / 32 < 18 ? (PF_HEAD_DIM_V + 31) / 32 : 18,
+#else
+    PF_CAREFUL_REGISTERS = 18,
+#endif
+    PF_CAREFUL_DIMS = 32 * PF_CAREFUL_REGISTERS,
+};
 
 /* Sums of values below the largest number cannot overflow before 2^40 keys if they are multiplied by this. */
 #define PF_SMALLER_VALUES ((pf_real)9.094947017729282379150390625e-13)
@@ -42,57 +64,71 @@ PF_DEVICE const char *pf_key_row(const pf_call &call, const pf_tensor &t, const 
     return pf_place(t, pf_key_offset(call, t, s, kv_head, j));
 }
 
-/* q.k of one pair; scale of q and scale of k included. */
+/* q.k of one pair; scale of q and scale of k included. A stored element is what its scale makes of it: where
+ * that is infinite, so is the element, and the sum shows it. */
 PF_DEVICE pf_real pf_product(const pf_call &call, const pf_sequence &s, const pf_query &q, int64_t j) {
     const char *query = pf_place(call.q, pf_query_offset(call.q, s, q.head, q.i));
     const char *key = pf_key_row(call, call.k, s, q.kv_head, j);
+    const pf_real scale = pf_scale_at(call, call.k_scale, s, q.kv_head, j);
     pf_real sum = 0;
     for (int64_t d = 0; d < call.head_dim; d++)
-        sum += pf_element(query, call.q.dtype, call.q.stride_dim, d) *
-               pf_element(key, call.k.dtype, call.k.stride_dim, d);
+        sum += pf_element(query, PF_TYPE_OF_Q(call), call.q.stride_dim, d) *
+               (scale * pf_element(key, PF_TYPE_OF_KV(call), call.k.stride_dim, d));
     if (call.q_scale.data)
-        sum *= (pf_real)pf_number_at(call.q_scale, s.index * call.q_scale.stride_batch +
-                                                       q.kv_head * call.q_scale.stride_head);
-    return sum * pf_scale_at(call, call.k_scale, s, q.kv_head, j);
+        sum *= (pf_real)((const float *)call.q_scale.data)[pf_query_offset(call.q_scale, s, q.head, q.i)];
+    return sum;
 }
 
-/* Adds keys [lo, hi) of one side to the state, 32 at a time, one a lane. */
+/* Adds keys [lo, hi) of one side to the state, tile by tile. */
 static __device__ void pf_careful_side(const pf_call &call, const pf_sequence &s, const pf_query &q, int side,
                                        int64_t lo, int64_t hi, int64_t first_dim, pf_real value_factor,
                                        pf_row_state *state) {
     const int lane = threadIdx.x % 32;
     const pf_span span = pf_clip(pf_visible(&s.mask, q.i, side), lo, hi);
+    const pf_real infinity = (pf_real)pf_infinity();
     /* Tiles begin at multiples of their size, wherever the span does: bits depend on positions alone. */
-    for (int64_t first = span.lo / 32 * 32; first < span.hi; first += 32) {
-        const int64_t j = first + lane;
-        const bool seen = j >= span.lo && j < span.hi && !pf_is_hidden(call, s, q, j);
-        const unsigned visible = __ballot_sync(PF_WARP_ALL, seen);
-        if (visible == 0)
+    for (int64_t first = span.lo / PF_CAREFUL_TILE * PF_CAREFUL_TILE; first < span.hi;
+         first += PF_CAREFUL_TILE) {
+        pf_real p[PF_CAREFUL_KEYS], highest = -infinity;
+        unsigned visible[PF_CAREFUL_KEYS], any = 0;
+#pragma unroll 1
+        for (int n = 0; n < PF_CAREFUL_KEYS; n++) {
+            const int64_t j = first + 32 * n + lane;
+            const bool seen = j >= span.lo && j < span.hi && !pf_is_hidden(call, s, q, j);
+            visible[n] = __ballot_sync(PF_WARP_ALL, seen);
+            any |= visible[n];
+            p[n] = seen ? pf_final_score(call, s, q, j, pf_product(call, s, q, j)) : -infinity;
+            highest = pf_max_of(highest, seen ? pf_floored(p[n]) : -infinity);
+        }
+        if (any == 0)
             continue;
-        const pf_real infinity = (pf_real)pf_infinity();
-        const pf_real score = seen ? pf_final_score(call, s, q, j, pf_product(call, s, q, j)) : -infinity;
-        const pf_real m = pf_max_of(state->m, pf_warp_max(seen ? pf_floored(score) : -infinity));
+        const pf_real m = pf_max_of(state->m, pf_warp_max(highest));
         const pf_real alpha = pf_rescaling(state->m, m);
-        const pf_real p = seen ? pf_weight(score - m) : (pf_real)0;
+        pf_real sum = 0, sums[PF_CAREFUL_REGISTERS];
+        for (int n = 0; n < PF_CAREFUL_KEYS; n++) {
+            p[n] = visible[n] >> lane & 1 ? pf_weight(p[n] - m) : (pf_real)0;
+            sum += p[n];
+        }
         state->m = m;
-        state->l = state->l * alpha + pf_warp_sum(p);
-        pf_real sums[PF_CAREFUL_REGISTERS];
+        state->l = state->l * alpha + pf_warp_sum(sum);
 #pragma unroll
         for (int r = 0; r < PF_CAREFUL_REGISTERS; r++)
             sums[r] = 0;
-        for (int key = 0; key < 32; key++) {
-            if (!(visible >> key & 1))
-                continue;
-            const pf_real weight = __shfl_sync(PF_WARP_ALL, p, key);
-            const char *value = pf_key_row(call, call.v, s, q.kv_head, first + key);
-            const pf_real factor = value_factor * pf_scale_at(call, call.v_scale, s, q.kv_head, first + key);
+#pragma unroll 1
+        for (int n = 0; n < PF_CAREFUL_KEYS; n++)
+            for (unsigned rest = visible[n]; rest; rest &= rest - 1) {
+                const int key = __ffs(rest) - 1;
+                const pf_real weight = __shfl_sync(PF_WARP_ALL, p[n], key);
+                const int64_t j = first + 32 * n + key;
+                const char *value = pf_key_row(call, call.v, s, q.kv_head, j);
+                const pf_real factor = value_factor * pf_scale_at(call, call.v_scale, s, q.kv_head, j);
 #pragma unroll
-            for (int r = 0; r < PF_CAREFUL_REGISTERS; r++) {
-                const int64_t d = first_dim + lane + 32 * r;
-                if (d < call.head_dim_v)
-                    sums[r] += weight * (factor * pf_element(value, call.v.dtype, call.v.stride_dim, d));
+                for (int r = 0; r < PF_CAREFUL_REGISTERS; r++) {
+                    const int64_t d = first_dim + lane + 32 * r;
+                    if (d < call.head_dim_v)
+                        sums[r] += weight * (factor * pf_element(value, PF_TYPE_OF_KV(call), call.v.stride_dim, d));
+                }
             }
-        }
 #pragma unroll
         for (int r = 0; r < PF_CAREFUL_REGISTERS; r++)
             state->o[r] = state->o[r] * alpha + sums[r];
@@ -106,6 +142,7 @@ PF_DEVICE void pf_careful_fold(const pf_call &call, const pf_sequence &s, const 
 #pragma unroll
     for (int r = 0; r < PF_CAREFUL_REGISTERS; r++)
         state->o[r] = 0;
+#pragma unroll 1
     for (int side = 0; side < PF_NUM_SIDES; side++)
         pf_careful_side(call, s, q, side, lo, hi, first_dim, value_factor, state);
 }
@@ -140,6 +177,7 @@ static __device__ __noinline__ void pf_careful_row(const pf_call &call, const pf
     const pf_query q = pf_get_query(call, s, head, i);
     for (int64_t first_dim = 0; first_dim < call.head_dim_v; first_dim += PF_CAREFUL_DIMS) {
         unsigned wanted = ~0u;
+#pragma unroll 1
         for (int attempt = 0; attempt < 2; attempt++) {
             const pf_real value_factor = attempt ? PF_SMALLER_VALUES : (pf_real)1;
             pf_row_state state;

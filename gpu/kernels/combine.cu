@@ -1,30 +1,77 @@
-/* The states of all splits of a row, merged along the fixed binary tree of their indices, and the row
- * finished. One warp a row. */
+/* The states of all splits of a row, merged along the fixed binary tree of their indices ((0, 1), (2, 3), then
+ * pairs of pairs; an odd one passes up), and the row finished. One block a row: short calls wait for this, and
+ * what it takes is the way to memory and back, so that many states are asked for at a time. */
 #include "careful.cuh"
-#include "tree.cuh"
+
+/* States that are merged in registers, a power of two, and how many such results may wait for their partners:
+ * enough for 2^36 splits. */
+enum { PF_AT_ONCE = 16, PF_TREE_DEPTH = 33 };
+
+/* One output of a state. */
+struct pf_part {
+    pf_real m, l, o;
+};
+
+PF_DEVICE pf_part pf_merged(const pf_part &a, const pf_part &b) {
+    const pf_real top = pf_max_of(a.m, b.m);
+    const pf_real alpha = pf_rescaling(a.m, top), beta = pf_rescaling(b.m, top);
+    return {top, a.l * alpha + b.l * beta, a.o * alpha + b.o * beta};
+}
+
+/* Splits [first, first + PF_AT_ONCE) of output d. What is past the end is empty, which changes nothing: an odd
+ * one passes up. */
+PF_DEVICE pf_part pf_merged_at_once(const pf_call &call, int64_t row, int64_t d, int64_t first, int64_t num_splits) {
+    pf_part parts[PF_AT_ONCE];
+#pragma unroll
+    for (int i = 0; i < PF_AT_ONCE; i++) {
+        const bool there = first + i < num_splits;
+        parts[i].m = there ? *pf_partial_m(call, first + i, row) : -(pf_real)pf_infinity();
+        parts[i].l = there ? *pf_partial_l(call, first + i, row) : (pf_real)0;
+        parts[i].o = there ? pf_partial_o(call, first + i, row)[d] : (pf_real)0;
+    }
+#pragma unroll
+    for (int width = 1; width < PF_AT_ONCE; width *= 2)
+#pragma unroll
+        for (int i = 0; i < PF_AT_ONCE; i += 2 * width)
+            parts[i] = pf_merged(parts[i], parts[i + width]);
+    return parts[0];
+}
+
+/* All splits of output d. */
+PF_DEVICE pf_part pf_merged_splits(const pf_call &call, int64_t row, int64_t d, int64_t num_splits) {
+    if (num_splits <= PF_AT_ONCE)
+        return pf_merged_at_once(call, row, d, 0, num_splits);
+    pf_part waiting[PF_TREE_DEPTH];
+    int depth = 0;
+    for (int64_t first = 0; first < num_splits; first += PF_AT_ONCE) {
+        pf_part part = pf_merged_at_once(call, row, d, first, num_splits);
+        const bool last = first + PF_AT_ONCE >= num_splits;
+        /* Like the carries of a binary counter; at the end everything that waits is merged. */
+        int64_t carry = first / PF_AT_ONCE;
+        while (depth > 0 && ((carry & 1) || last)) {
+            part = pf_merged(waiting[--depth], part);
+            carry >>= 1;
+        }
+        waiting[depth++] = part;
+    }
+    return waiting[0];
+}
 
 PF_DEVICE void pf_combine_row(const pf_call &call, const pf_sequence &s, int64_t head, int64_t i) {
-    const int lane = threadIdx.x % 32;
     const int64_t row = pf_state_row(call, s, head, i), num_splits = pf_num_splits(call, s);
     const double sink = pf_sink_of(call, head);
     char *out = pf_place(call.out, pf_query_offset(call.out, s, head, i));
     bool finite = true;
-    for (int64_t d = lane; d < pf_round_up(call.head_dim_v, 32); d += 32) {
-        pf_tree tree;
-        tree.depth = 0;
-        for (int64_t split = 0; split < num_splits; split++)
-            pf_tree_push(&tree, split, num_splits, *pf_partial_m(call, split, row),
-                         *pf_partial_l(call, split, row),
-                         d < call.head_dim_v ? pf_partial_o(call, split, row)[d] : (pf_real)0);
-        const double factor = pf_output_factor((double)tree.m[0], (double)tree.l[0], sink);
-        const pf_real x = pf_finished(tree.o[0], (pf_real)factor);
+    for (int64_t d = threadIdx.x; d < call.head_dim_v; d += blockDim.x) {
+        const pf_part all = pf_merged_splits(call, row, d, num_splits);
+        const double factor = pf_output_factor((double)all.m, (double)all.l, sink);
+        const pf_real x = pf_finished(all.o, (pf_real)factor);
         finite &= pf_is_finite(x);
-        if (d < call.head_dim_v)
-            pf_store_out(call, out, d, x);
+        pf_store_out(call, out, d, x);
         if (d == 0)
-            pf_store_lse(call, s, head, i, (double)tree.m[0], (double)tree.l[0]);
+            pf_store_lse(call, s, head, i, (double)all.m, (double)all.l);
     }
-    if (!__all_sync(PF_WARP_ALL, finite))
+    if (__syncthreads_or(!finite) && threadIdx.x < 32)
         pf_careful_row(call, s, head, i);
 }
 
@@ -33,11 +80,10 @@ extern "C" __global__ void __launch_bounds__(128) pf_combine(const __grid_consta
     const pf_sequence s = pf_get_sequence(call, item.sequence);
     if (!pf_is_mine(call, s))
         return;
-    const int64_t warps = blockDim.x / 32, step = call.row_blocks * warps;
     const bool bad = pf_find_bad(call, s);
-    for (int64_t i = item.row_block * warps + threadIdx.x / 32; i < s.num_queries; i += step)
-        if (bad)
-            pf_store_bad_row(call, s, item.head, i);
-        else
+    for (int64_t i = item.row_block; i < s.num_queries; i += call.row_blocks)
+        if (!bad)
             pf_combine_row(call, s, item.head, i);
+        else if (threadIdx.x < 32)
+            pf_store_bad_row(call, s, item.head, i);
 }

@@ -49,9 +49,13 @@ PF_DEVICE uint16_t pf_to_bf16(float x) {
 
 /* Two numbers in one register, `low` in the lower half. */
 PF_DEVICE uint32_t pf_pack_f16(float low, float high) {
+#if __CUDA_ARCH__ >= 800
     uint32_t pair;
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
     return pair;
+#else
+    return (uint32_t)pf_to_f16(low) | (uint32_t)pf_to_f16(high) << 16;
+#endif
 }
 
 PF_DEVICE uint32_t pf_pack_bf16(float low, float high) {
@@ -62,6 +66,13 @@ PF_DEVICE uint32_t pf_pack_bf16(float low, float high) {
 #else
     return (uint32_t)pf_to_bf16(low) | (uint32_t)pf_to_bf16(high) << 16;
 #endif
+}
+
+/* Two sums of float16. */
+PF_DEVICE uint32_t pf_add_f16(uint32_t a, uint32_t b) {
+    uint32_t pair;
+    asm("add.rn.f16x2 %0, %1, %2;" : "=r"(pair) : "r"(a), "r"(b));
+    return pair;
 }
 
 PF_DEVICE uint32_t pf_shared_address(const void *shared) {

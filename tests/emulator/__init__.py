@@ -16,6 +16,7 @@ import functools
 import os
 import re
 import threading
+from pathlib import Path
 
 import numpy as np
 
@@ -63,6 +64,7 @@ class _KernelEntry(ctypes.Structure):
         ("name", ctypes.c_char_p),
         ("enter", ctypes.c_void_p),
         ("argument_bytes", ctypes.c_size_t),
+        ("max_threads", ctypes.c_uint),
         ("shared_begin", ctypes.c_void_p),
         ("shared_end", ctypes.c_void_p),
     ]
@@ -78,6 +80,7 @@ def _runtime() -> ctypes.CDLL:
     runtime.pf_emu_allocate.argtypes = [ctypes.c_size_t]
     runtime.pf_emu_free.argtypes = [ctypes.c_void_p]
     runtime.pf_emu_message.restype = ctypes.c_char_p
+    runtime.pf_emu_fault_offset.restype = ctypes.c_size_t
     runtime.pf_emu_num_switches.restype = ctypes.c_ulonglong
     runtime.pf_emu_launch.argtypes = [
         ctypes.POINTER(_KernelEntry),
@@ -118,11 +121,22 @@ class Memory:
 class Kernel:
     """One kernel of a compiled source."""
 
-    def __init__(self, name: str, library: ctypes.CDLL) -> None:
-        self.name = name
-        self._library = library  # keeps it loaded
-        library.pf_emulated_kernel.restype = _KernelEntry
-        self.entry = library.pf_emulated_kernel()
+    def __init__(self, name: str, source: str, path: Path) -> None:
+        self.name, self.path = name, path
+        self._source = source
+        self._library = ctypes.CDLL(str(path))
+        self._library.pf_emulated_kernel.restype = _KernelEntry
+        self.entry = self._library.pf_emulated_kernel()
+
+    def explain(self, message: str, offset: int) -> str:
+        """Return the message of a failed launch with the lines of the source that it is about."""
+        if offset and (place := _toolchain.line_of(self.path, offset)):
+            message += f"\n{place}"
+        lines = self._source.splitlines()
+        for number in sorted({int(n) for n in re.findall(rf"{self.name}\.cu:(\d+)", message)}):
+            if 1 <= number <= len(lines):
+                message += f"\n{number:6}: {lines[number - 1].strip()}"
+        return message
 
     @property
     def static_shared_bytes(self) -> int:
@@ -143,21 +157,21 @@ class Device:
 
     def compile(self, source: str, name: str, options: tuple[str, ...] = ()) -> Kernel:
         """Compile a source without includes and return its kernel `name`."""
+        bounds = re.search(rf"__launch_bounds__\((.*?)\)\s*{name}\b", source)
         text = "\n".join(
             [
-                "#define PF_EMULATED 1",
-                '#include "cuda_on_host.h"',
                 f"#define __CUDA_ARCH__ {10 * self.capability}",
+                '#include "cuda_on_host.h"',
                 f'#line 1 "{name}.cu"',
                 source,
                 '#line 1 "emulator"',
                 "#pragma GCC visibility push(default)",
-                f"PF_EMULATED_KERNEL({name})",
+                f"PF_EMULATED_KERNEL({name}, {bounds[1] if bounds else MAX_THREADS})",
             ]
         )
         _runtime()
         defines = tuple(option for option in options if option.startswith(("-D", "-U")))
-        return Kernel(name, ctypes.CDLL(str(_toolchain.library(text, (*defines, *_more_flags())))))
+        return Kernel(name, source, _toolchain.library(text, (*defines, *_more_flags())))
 
     def launch(
         self,
@@ -171,8 +185,11 @@ class Device:
         """Run a kernel to its end; `argument` is the one struct that it takes, by value."""
         if not all(1 <= n <= most for n, most in zip(grid, MAX_GRID, strict=True)):
             raise EmulationError(f"{kernel.name}: a grid of {grid} blocks cannot be launched")
-        if not 1 <= threads <= MAX_THREADS:
-            raise EmulationError(f"{kernel.name}: a block of {threads} threads cannot be launched")
+        most = kernel.entry.max_threads
+        if not 1 <= threads <= most:
+            raise EmulationError(
+                f"{kernel.name}: a block of {threads} threads, at most {most} can be launched"
+            )
         static = kernel.static_shared_bytes
         if static > MAX_STATIC_SHARED or shared_bytes < 0 or static + shared_bytes > self.shared_bytes:
             raise EmulationError(
@@ -199,7 +216,8 @@ class Device:
                 seconds,
             )
             if failed:
-                raise EmulationError(runtime.pf_emu_message().decode(errors="replace"))
+                message = runtime.pf_emu_message().decode(errors="replace")
+                raise EmulationError(kernel.explain(message, runtime.pf_emu_fault_offset()))
 
     def allocate(self, num_bytes: int, stream: int = 0) -> Memory:
         """Memory that nothing has been written to: 0xFF in every byte."""

@@ -16,6 +16,8 @@ CACHE = HERE.parents[1] / "build" / "emulator"
 HEADERS = ("cuda_on_host.h", "ptx_on_host.h")
 FLAGS = (
     "-O1",
+    "-g1",
+    "-gdwarf-4",  # what addr2line of older binutils reads without mistakes
     "-std=c++17",
     "-fPIC",
     "-shared",
@@ -25,6 +27,9 @@ FLAGS = (
     "-fno-rtti",
     "-fvisibility=hidden",
     "-fstack-clash-protection",  # no step over the page below a stack
+    # What a GPU refuses at run time: an address that is no multiple of the size.
+    "-fsanitize=alignment",
+    "-fsanitize-undefined-trap-on-error",
 )
 
 
@@ -47,9 +52,15 @@ def compiler() -> str:
 
 @functools.cache
 def _flags() -> tuple[str, ...]:
-    """Those of FLAGS and, where the processor has it, one instruction for fmaf instead of a call."""
-    flags = Path("/proc/cpuinfo").read_text().split() if platform.machine() == "x86_64" else []
-    return (*FLAGS, *(("-mavx2", "-mfma") if {"avx2", "fma"} <= set(flags) else ()))
+    """FLAGS and those that depend on processor and compiler."""
+    flags = list(FLAGS)
+    processor = Path("/proc/cpuinfo").read_text().split() if platform.machine() == "x86_64" else []
+    if {"avx2", "fma"} <= set(processor):
+        flags += ["-mavx2", "-mfma"]  # one instruction for fmaf instead of a call
+    version = subprocess.run([compiler(), "-dumpversion"], capture_output=True, check=True, text=True).stdout
+    if int(version.partition(".")[0]) >= 12:
+        flags.append("-ftrivial-auto-var-init=pattern")  # a register that was not set is no accidental 0
+    return tuple(flags)
 
 
 @functools.cache
@@ -72,6 +83,14 @@ def library(source: str, options: tuple[str, ...] = ()) -> Path:
         if not path.exists():
             _compile(source, flags, path)
     return path
+
+
+def line_of(path: Path, offset: int) -> str:
+    """Where in its source an instruction of a library stands; empty where that cannot be found out."""
+    if shutil.which("addr2line") is None:
+        return ""
+    command = ["addr2line", "-e", str(path), "-f", "-i", "-p", "-C", hex(offset)]
+    return subprocess.run(command, capture_output=True, text=True).stdout.strip()
 
 
 def _compile(source: str, flags: tuple[str, ...], path: Path) -> None:

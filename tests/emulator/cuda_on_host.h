@@ -82,6 +82,7 @@ struct pf_emu_kernel {
     const char *name;
     void (*enter)(const void *argument);
     size_t argument_bytes;
+    unsigned max_threads;
     char *shared_begin, *shared_end; /* static shared memory */
 };
 
@@ -495,7 +496,7 @@ static inline bool signbit(double x) {
 PF_RENAMED(__fmaf_rn, (float x, float y, float z), __builtin_fmaf(x, y, z))
 PF_RENAMED(__fadd_rn, (float x, float y), x + y)
 PF_RENAMED(__fsub_rn, (float x, float y), x - y)
-PF_RENAMED(__fmul_rn, (float x, float y), x *y)
+PF_RENAMED(__fmul_rn, (float x, float y), (x * y))
 PF_RENAMED(__fdiv_rn, (float x, float y), x / y)
 PF_RENAMED(__fsqrt_rn, (float x), __builtin_sqrtf(x))
 PF_RENAMED(__frcp_rn, (float x), 1.0f / x)
@@ -581,10 +582,16 @@ template <class Argument, void (*kernel)(Argument)> struct pf_emu_entry<kernel> 
     static void enter(const void *argument) { kernel(*(const Argument *)argument); }
 };
 
-#define PF_EMULATED_KERNEL(kernel)                                                                           \
+template <class... Others> constexpr unsigned pf_emu_first(unsigned first, Others...) {
+    return first;
+}
+
+/* With what stands in its __launch_bounds__. */
+#define PF_EMULATED_KERNEL(kernel, ...)                                                                      \
     extern "C" pf_emu_kernel pf_emulated_kernel(void) {                                                      \
         typedef pf_emu_entry<kernel> entry;                                                                  \
-        return {#kernel, entry::enter, entry::bytes, __start_pf_shared, __stop_pf_shared};                   \
+        return {#kernel,           entry::enter,    entry::bytes, pf_emu_first(__VA_ARGS__),                 \
+                __start_pf_shared, __stop_pf_shared};                                                        \
     }
 
 #endif

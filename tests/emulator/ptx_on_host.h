@@ -59,6 +59,11 @@ static inline uint32_t pf_pack_bf16(float lo, float hi) {
     return (uint32_t)pf_to_bf16(hi) << 16 | pf_to_bf16(lo);
 }
 
+static inline uint32_t pf_add_f16(uint32_t a, uint32_t b) {
+    return pf_pack_f16(pf_from_f16((uint16_t)a) + pf_from_f16((uint16_t)b),
+                       pf_from_f16((uint16_t)(a >> 16)) + pf_from_f16((uint16_t)(b >> 16)));
+}
+
 /* --- asynchronous copies: data lands at the wait at the latest, and by default not before --- */
 
 static inline void pf_cp_async16(void *shared, const void *global, bool valid, PF_HERE) {
@@ -178,6 +183,8 @@ template <int K, bool BF16> static void pf_emu_multiply(void *const (&lanes)[32]
         pf_emu_collective(pf_emu_multiply<k, bf16>, #name, 0xffffffffu, &product, file, line);               \
     }
 PF_MMA(pf_mma_f16, 16, false)
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
 PF_MMA(pf_mma_bf16, 16, true)
+#endif
 PF_MMA(pf_mma_f16_k8, 8, false)
 #undef PF_MMA

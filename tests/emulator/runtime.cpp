@@ -4,7 +4,7 @@
  * lock. */
 #include "cuda_on_host.h"
 
-#include <errno.h>
+#include <dlfcn.h>
 #include <pthread.h>
 #include <signal.h>
 #include <stdarg.h>
@@ -151,6 +151,7 @@ unsigned long long num_switches;
 pthread_t launcher;
 volatile bool in_fiber, failed, expired;
 char message[4096];
+void *fault_address; /* of the instruction */
 
 uint64_t random_number() {
     random_state ^= random_state << 13;
@@ -292,17 +293,20 @@ void on_fault(int number, siginfo_t *info, void *raw) {
         return;
     }
     append_thread();
+#ifdef __x86_64__
+    fault_address = (void *)((ucontext_t *)raw)->uc_mcontext.gregs[REG_RIP];
+#endif
     if (number == SIGFPE)
         append("integer division by zero");
-    else if (number == SIGILL)
-        append("illegal instruction: undefined behaviour");
+    else if (number == SIGILL) /* what -fsanitize=alignment ends in */
+        append("misaligned access");
     else {
         const char *access = "access to";
 #ifdef __x86_64__
         access = ((ucontext_t *)raw)->uc_mcontext.gregs[REG_ERR] & 2 ? "write to" : "read of";
 #endif
         if (info->si_addr == nullptr && info->si_code == SI_KERNEL)
-            append("misaligned or wild address");
+            append("access to an address that cannot be");
         else
             append("%s address %p", access, info->si_addr);
         append_neighbourhood((const char *)info->si_addr);
@@ -374,11 +378,6 @@ bool complete_if_all(fiber &mine) {
     my_warp.ready |= need;
     mine.complete(lanes);
     return true;
-}
-
-unsigned expected(const barrier &one, unsigned count) {
-    (void)one;
-    return count ? count : num_alive;
 }
 
 void release(int id) {
@@ -596,7 +595,7 @@ int pf_emu_barrier(int id, unsigned count, pf_emu_barrier_kind kind, bool predic
     mine.barrier = id;
     if (waits)
         warps[mine.warp].barrier |= mine.bit;
-    const bool last = one.arrived >= expected(one, count);
+    const bool last = one.arrived >= (count ? count : num_alive);
     if (last)
         release(id);
     if (waits) {
@@ -676,6 +675,7 @@ extern "C" {
 int pf_emu_launch(const pf_emu_kernel *which, const void *its_argument, const unsigned *grid, unsigned block,
                   unsigned shared_bytes, uint64_t seed, double seconds) {
     message[0] = 0;
+    fault_address = nullptr;
     failed = expired = in_fiber = false;
     if (!map_once()) {
         append("no memory for the stacks of the emulator");
@@ -715,6 +715,15 @@ int pf_emu_launch(const pf_emu_kernel *which, const void *its_argument, const un
 
 const char *pf_emu_message(void) {
     return message;
+}
+
+/* Where in its library the instruction lies that a launch has failed in; 0 if it was no instruction's fault.
+ */
+size_t pf_emu_fault_offset(void) {
+    Dl_info library;
+    if (!fault_address || !dladdr(fault_address, &library))
+        return 0;
+    return (size_t)((char *)fault_address - (char *)library.dli_fbase);
 }
 
 unsigned long long pf_emu_num_switches(void) {

@@ -1,0 +1,258 @@
+"""Calls of few rows per key/value head: how the keys are split, and the constants of the kernels.
+
+The matrix unit has 16 rows; what limits these calls is how fast keys and values come from memory, so that the
+plan is about bytes under way on every multiprocessor and about borders that keep all of them at work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from .._dtypes import BY_NAME
+from . import _plan
+from ._compile import Source
+from ._plan import Plan, Problem, Step, Variant
+
+#: Keys of a chunk, the step of a stream.
+KEYS = 16
+#: Most rows of a block: those of the matrix unit.
+MAX_ROWS = 16
+#: Warps and stages of a block that are asked for first; less where shared memory does not hold them.
+WARPS, STAGES = 8, 6
+#: Blocks that share a multiprocessor.
+BLOCKS_PER_SM = 1
+#: Dims from which on values do not fit the registers of one warp, and the warps of a team that shares them.
+WIDEST, TEAM = 256, 4
+#: Registers per lane that fragments of queries may take; others are read from shared memory each time.
+QUERY_REGISTERS = 64
+#: Keys of a split that never depends on the batch.
+INVARIANT_SPLIT_KEYS = 1024
+#: What a block costs besides its keys, in keys: beginning, end, and where there are splits their merge.
+BLOCK_COST, MERGE_COST = 96, 192
+#: Positions are 32-bit numbers.
+MAX_KEYS = 2**31 - 2**16
+
+#: Shared memory that every block takes besides.
+_RESERVED = 1024
+
+_BITS = {"float16": 16, "bfloat16": 16, "float8_e4m3fn": 8, "float8_e5m2": 8, "int8": 8, "int4": 4}
+
+
+class Shape(NamedTuple):
+    """The constants of decode_mma.cu."""
+
+    head_dim: int
+    head_dim_v: int
+    rows: int
+    q_dtype: str
+    kv_dtype: str
+    scaled: bool
+    paged: int  # 0 not, 1 with any page size, 2 with no chunk across pages
+    terms: int
+    warps: int
+    stages: int
+    keys: int
+
+    @property
+    def bits(self) -> int:
+        """Bits of a stored element."""
+        return _BITS[self.kv_dtype]
+
+    @property
+    def halves(self) -> int:
+        """Terms that a number of 16 bits is split into: a float16 is two bfloat16."""
+        return 2 if (self.q_dtype, self.kv_dtype) == ("float16", "bfloat16") else 1
+
+    @property
+    def team(self) -> int:
+        """Warps that share the outputs of a stream."""
+        return TEAM if self.head_dim_v > WIDEST else 1
+
+    @property
+    def k_dim(self) -> int:
+        """Dims of a key, rounded up to whole fragments."""
+        return _round_up(self.head_dim, 32 if self.bits == 4 else 16)
+
+    @property
+    def v_dim(self) -> int:
+        """Dims of a value, rounded up to whole fragments."""
+        return _round_up(self.head_dim_v, self.team * 256 // self.bits)
+
+    @property
+    def keeps_queries(self) -> bool:
+        """Whether fragments of queries stay in registers."""
+        return self.halves * self.k_dim // 16 * self.rows // 4 <= QUERY_REGISTERS
+
+    @property
+    def stage_bytes(self) -> int:
+        """Shared memory of one chunk; rows have an odd number of 16-byte pieces."""
+        row_bytes = sum(16 * (dim * self.bits // 128 | 1) for dim in (self.k_dim, self.v_dim))
+        return self.keys * (row_bytes + (8 if self.scaled else 0))
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a block."""
+        streams = self.warps // self.team
+        queries = self.halves * self.k_dim // 16 * 512 + 128
+        states = 4 * streams * self.rows * (self.v_dim + 8 + 2)
+        return queries + max(streams * self.stages * self.stage_bytes, states)
+
+    @property
+    def source(self) -> Source:
+        """The kernel."""
+        return Source(
+            "decode_mma.cu",
+            "pf_decode_mma",
+            (
+                ("PF_HEAD_DIM", str(self.head_dim)),
+                ("PF_HEAD_DIM_V", str(self.head_dim_v)),
+                ("PF_ROWS", str(self.rows)),
+                ("PF_Q_TYPE", str(BY_NAME[self.q_dtype].code)),
+                ("PF_KV_TYPE", str(BY_NAME[self.kv_dtype].code)),
+                ("PF_MMA_BF16", str(int(self.kv_dtype == "bfloat16"))),
+                ("PF_HALVES", str(self.halves)),
+                ("PF_SCALED", str(int(self.scaled))),
+                ("PF_PAGED", str(self.paged)),
+                ("PF_TERMS", str(self.terms)),
+                ("PF_KEYS", str(self.keys)),
+                ("PF_WARPS", str(self.warps)),
+                ("PF_TEAM_WARPS", str(self.team)),
+                ("PF_STAGES", str(self.stages)),
+                ("PF_KEEPS_QUERIES", str(int(self.keeps_queries))),
+                ("PF_BLOCKS_PER_SM", str(BLOCKS_PER_SM)),
+            ),
+        )
+
+
+def _round_up(a: int, multiple: int) -> int:
+    return -(-a // multiple) * multiple
+
+
+def _takes(problem: Problem) -> bool:
+    """Return whether the matrix unit computes a problem's decode family."""
+    bits = _BITS.get(problem.kv_dtype)
+    if bits is None or problem.q_dtype not in ("float16", "bfloat16") or not problem.aligned:
+        return False
+    if problem.kv_dtype == "bfloat16" and problem.capability < 80:
+        return False
+    dims = problem.head_dim, problem.head_dim_v
+    if any(dim * bits % 128 for dim in dims) or problem.tile is not None or problem.max_seqlen_kv > MAX_KEYS:
+        return False
+    return max(dims) <= WIDEST or (bits == 16 and not problem.scaled and dims[0] <= 576 and dims[1] <= 512)
+
+
+def shape_of(problem: Problem) -> Shape | None:
+    """Return the constants of the kernel for a problem, None if it is not this kernel's."""
+    if not _takes(problem):
+        return None
+    num_rows = problem.max_seqlen_q * problem.group
+    paged = 0 if problem.page_size == 0 else 2 if problem.page_size % KEYS == 0 else 1
+    shape = Shape(
+        problem.head_dim, problem.head_dim_v, 8 if num_rows <= 8 else MAX_ROWS, problem.q_dtype, problem.kv_dtype,
+        problem.scaled, paged, _plan.term_bits(problem), WARPS, STAGES, KEYS,
+    )  # fmt: skip
+    if shape.team > 1:
+        shape = shape._replace(warps=TEAM)
+    return _fit(shape, problem)
+
+
+def _fit(shape: Shape, problem: Problem) -> Shape | None:
+    """Return the shape with as many warps and stages as the shared memory of the device holds."""
+    # Before sm_80 a copy is done when it is issued: more stages than one are of no use.
+    most = shape.stages if problem.capability >= 80 else 1
+    limit = (problem.shared_bytes + _RESERVED) // BLOCKS_PER_SM - _RESERVED
+    for warps in (shape.warps, *(w for w in (4, 2, 1) if shape.team <= w < shape.warps)):
+        for stages in range(most, min(most, 2) - 1, -1):
+            found = shape._replace(warps=warps, stages=stages)
+            if found.shared_bytes <= limit:
+                return found
+    return None
+
+
+def _splits(problem: Problem, shape: Shape, items: int) -> tuple[int, int, int]:
+    """Return (max_splits, num_splits, split_keys) that keep all multiprocessors at work.
+
+    Where the caller asks for nothing, every sequence is cut into the same number of parts of equal length: its
+    real length may lie on the device, far below the bound, and all blocks are to have a part of it.
+    """
+    if problem.num_splits is not None or problem.batch_invariant:
+        return _plan.split_fields(problem, INVARIANT_SPLIT_KEYS)
+    step = shape.keys * shape.warps // shape.team
+    slots = problem.num_sms * BLOCKS_PER_SM
+    best_cost, best = None, 1
+    for splits in range(1, max(min(_plan.ceil_div(problem.max_seqlen_kv, step), slots), 1) + 1):
+        waves = _plan.ceil_div(items * splits, slots)
+        keys = _round_up(_plan.ceil_div(problem.max_seqlen_kv, splits), shape.keys)
+        cost = waves * (keys + BLOCK_COST) + (MERGE_COST if splits > 1 else 0)
+        if best_cost is None or cost < best_cost:
+            best_cost, best = cost, splits
+    return (best, best, 0) if best > 1 else (1, 0, 0)
+
+
+def _compose(problem: Problem, shape: Shape) -> tuple[tuple[Step, ...], int, int, int]:
+    blocks = max(_plan.ceil_div(problem.max_seqlen_q * problem.group, shape.rows), 1)
+    items = blocks * problem.num_kv_heads * problem.batch
+    max_splits, num_splits, split_keys = _splits(problem, shape, items)
+    limits = _plan.row_limits(problem, "decode")
+    source = shape.source._replace(expressions=problem.expressions)
+    steps = [
+        Step(
+            source, 32 * shape.warps, items * max_splits, shape.shared_bytes,
+            (*limits, ("row_blocks", blocks)),
+        )
+    ]  # fmt: skip
+    if max_splits > 1 or num_splits > 1:
+        steps.append(_plan.combine_step(problem, limits))
+    return tuple(steps), max_splits, num_splits, split_keys
+
+
+def decode_steps(problem: Problem) -> tuple[tuple[Step, ...], int, int, int] | None:
+    """Return (steps, max_splits, num_splits, split_keys) for the sequences of the decode family.
+
+    None if the kernels here do not take them. The steps leave sequences of other families alone.
+    """
+    if problem.packed and problem.family is None:
+        # Longer sequences are another family's.
+        most = _plan.DECODE_MAX_ROWS // problem.group
+        problem = problem._replace(max_seqlen_q=min(problem.max_seqlen_q, most))
+    shape = shape_of(problem)
+    return None if shape is None else _compose(problem, shape)
+
+
+def plan(problem: Problem) -> Plan | None:
+    """Return how a call whose sequences are all of the decode family is computed, None if not here."""
+    if _plan.families_of(problem) != ("decode",):
+        return None
+    shape = shape_of(problem)
+    if shape is None:
+        return None
+    steps, max_splits, num_splits, split_keys = _compose(problem, shape)
+    return Plan(
+        "decode_mma", "decode", steps, KEYS, shape.rows, max_splits, num_splits, split_keys,
+        (
+            f"kernel: decode_mma, {shape.warps} warps with {shape.stages} chunks of {KEYS} keys under way each",
+            f"splits: {max_splits}, so that {problem.num_kv_heads * problem.batch} heads of keys keep "
+            f"{problem.num_sms} multiprocessors at work" if max_splits > 1 else "splits: none",
+        ),
+    )  # fmt: skip
+
+
+def variants() -> Iterator[Variant]:
+    """Yield kernels as they may be compiled: every stored type, widths at the ends, terms."""
+    terms = 2 ** len(_plan.TERMS) - 1 - _plan.TERMS["score_mod"] - _plan.TERMS["mask_mod"]
+    usual = Problem(
+        90, 132, 232448, "bfloat16", "bfloat16", "bfloat16", 1, 8, 1, 128, 128, 1, 1, 8192, False, 0, True, False
+    )
+    for capability, shared_bytes in ((75, 65536), (80, 166912), (90, 232448)):
+        for q_dtype in ("float16", "bfloat16"):
+            for kv_dtype in _BITS:
+                for dims in ((64, 64), (128, 128), (256, 256), (576, 512)):
+                    problem = usual._replace(
+                        capability=capability, shared_bytes=shared_bytes, q_dtype=q_dtype, kv_dtype=kv_dtype,
+                        head_dim=dims[0], head_dim_v=dims[1], scaled=_BITS[kv_dtype] < 16,
+                    )  # fmt: skip
+                    for group, page_size, bits in ((8, 0, 0), (16, 24, 0), (16, 16, terms)):
+                        shape = shape_of(problem._replace(num_heads=group, page_size=page_size))
+                        if shape is not None:
+                            yield Variant(shape._replace(terms=bits).source, (capability,))
