@@ -24,7 +24,7 @@ from .._description import (
 from .._errors import BackendUnavailable, invalid, unsupported
 from .._layout import row_blocks, sequences
 from .._masks import key_tiles
-from . import _compile, _device, _launch, _operations, _places, _plan
+from . import _choose, _compile, _device, _launch, _operations, _places, _plan
 
 _ALIGNMENT = 16
 
@@ -98,7 +98,7 @@ class CudaBackend:
         )
 
     def _plan(self, problem: _plan.Problem) -> _plan.Plan:
-        plan = _plan.plan(problem)
+        plan = _choose.plan(problem)
         if problem.tile not in (None, plan.tile):
             where = f"the {plan.kernel} kernel of the cuda backend"
             raise unsupported("tile", repr(problem.tile), where, f"leave it out: its tiles have {plan.tile} keys")
@@ -116,27 +116,29 @@ class CudaBackend:
             out=places.result(args.out), lse=None if args.lse is None else places.result(args.lse)
         )
         call = _launch.pack(here, places, _places.unchecked(args))
-        call["max_splits"] = plan.max_splits
-        call["num_splits"], call["split_keys"] = plan.num_splits, plan.split_keys
         needed = _plan.workspace_bytes(problem, plan)
+        workspace = 0
         memory = None  # kept until the launches are on the stream
-        if needed:
-            if args.workspace is None:
-                memory = device.allocate(needed, stream)
-                call["partial"] = memory.address
-            else:
-                if args.workspace.nbytes < needed:
-                    raise invalid("workspace", f"{args.workspace.nbytes} bytes", f"at least {needed}")
-                call["partial"] = places.place(args.workspace)[0]
+        if args.workspace is not None:
+            if args.workspace.nbytes < needed:
+                raise invalid("workspace", f"{args.workspace.nbytes} bytes", f"at least {needed}")
+            workspace, _ = places.place(args.workspace)
+        elif needed:
+            memory = device.allocate(needed, stream)
+            workspace = memory.address
         _compile.warm_up(device, [step.source for step in plan.steps])
         for step in plan.steps:
-            self._launch(device, stream, step, call)
+            self._launch(device, stream, step, call, workspace)
         places.fetch()
         return None
 
-    def _launch(self, device: _device.Device, stream: int, step: _plan.Step, call: Array) -> None:
+    def _launch(
+        self, device: _device.Device, stream: int, step: _plan.Step, call: Array, workspace: int
+    ) -> None:
         for name, value in step.fields:
             call[name] = value
+        call["max_splits"], call["num_splits"], call["split_keys"] = step.splits
+        call["partial"] = workspace if step.splits.are_merged else 0
         kernel = _compile.kernel(device, step.source)
         device.launch(kernel, (step.num_blocks, 1, 1), step.threads, step.shared_bytes, stream, call)
 

@@ -149,8 +149,16 @@ def _defines(
     return ("PF_REAL", real), *((name, str(value)) for name, value in numbers.items())
 
 
-def prefill_step(problem: Problem, max_splits: int = 1) -> Step:
+def tile_of(problem: Problem) -> tuple[int, int]:
+    """Return (keys of a tile, rows of a block) of a problem that `takes` takes."""
+    chosen = _chosen(problem)
+    assert chosen is not None
+    return chosen[0].keys, chosen[0].rows
+
+
+def prefill_step(problem: Problem) -> Step:
     """Return the launch that computes the sequences of the prefill family; `takes(problem)` must hold."""
+    max_splits, _, _ = split_fields(problem, 0)
     chosen = _chosen(problem)
     assert chosen is not None
     tile, dim, dim_v, needed = chosen
@@ -175,7 +183,7 @@ def plan(problem: Problem) -> Plan | None:
     assert chosen is not None
     tile = chosen[0]
     max_splits, num_splits, split_keys = split_fields(problem, 0)
-    steps = [prefill_step(problem, max_splits)]
+    steps = [prefill_step(problem)]
     if max_splits > 1 or num_splits > 1:
         steps.append(combine_step(problem, row_limits(problem, "prefill")))
     what = "float64" if problem.real == "double" else "float32"

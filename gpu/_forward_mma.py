@@ -158,6 +158,13 @@ def _source(
     return Source("forward_mma.cu", "pf_forward_mma", defines, expressions)
 
 
+def tile_of(problem: Problem) -> tuple[int, int]:
+    """Return (keys of a tile, rows of a block) of a problem that `takes` takes."""
+    tiles = _tiles(problem)
+    assert tiles is not None
+    return tiles.tile, tiles.rows
+
+
 def prefill_step(problem: Problem) -> Step:
     """Return the launch that computes the prefill sequences of a problem that `takes` takes."""
     tiles = _tiles(problem)
@@ -182,28 +189,17 @@ def prefill_step(problem: Problem) -> Step:
 
 
 def plan(problem: Problem) -> Plan | None:
-    """Prefill of 16-bit types on the matrix unit; sequences of few rows beside them go to the generic kernel."""
-    if not takes(problem):
+    """Prefill of 16-bit types on the matrix unit; a call with sequences of few rows is composed elsewhere."""
+    if _plan.families_of(problem) != ("prefill",) or not takes(problem):
         return None
-    tiles = _tiles(problem)
-    assert tiles is not None
-    families = _plan.families_of(problem)
     steps = [prefill_step(problem)]
-    if "decode" in families:
-        (small, *_) = _plan.generic(problem).steps
-        blocks = small.num_blocks // (problem.num_heads * _plan.split_fields(problem, 0)[0] * problem.batch)
-        limits = _plan.row_limits(problem, "decode")
-        steps.append(small._replace(fields=(*limits, ("row_blocks", blocks))))
-    max_splits, num_splits, split_keys = _plan.split_fields(problem, 0)
-    if max_splits > 1 or num_splits > 1:
-        steps.append(_plan.combine_step(problem, (("min_rows", 0), ("max_rows", _plan.NO_LIMIT))))
+    splits = _plan.Splits(*_plan.split_fields(problem, 0))
+    if splits.are_merged:
+        steps.append(_plan.combine_step(problem, _plan.row_limits(problem, "prefill")))
     reasons = [f"kernel: mma, {problem.q_dtype} of up to {CLASSES[-1]} elements a row on the matrix unit"]
     if _is_packed(problem):
         reasons.append(f"rows: {problem.group} heads share their keys, and a block")
-    return Plan(
-        "forward_mma", "+".join(families), tuple(steps), tiles.tile, tiles.rows, max_splits, num_splits,
-        split_keys, tuple(reasons),
-    )  # fmt: skip
+    return Plan("forward_mma", "prefill", tuple(steps), *tile_of(problem), *splits, tuple(reasons))
 
 
 def variants() -> Iterator[Variant]:
