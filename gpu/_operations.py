@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -49,12 +48,14 @@ def _real(wide: bool) -> tuple[str, str]:
 # --- merging states ---
 
 
-def _merge_source(wide: bool) -> Source:
-    return Source("merge.cu", "pf_merge", (_real(wide),))
+def _merge_source(parts: _dtypes.DType, part_lse: _dtypes.DType) -> Source:
+    """Return the merge of parts of these types; it is computed in the wider one."""
+    types = (("PF_PARTS", str(parts.code)), ("PF_PART_LSE", str(part_lse.code)))
+    return Source("merge.cu", "pf_merge", (_real("float64" in (parts.name, part_lse.name)), *types))
 
 
 def merge_states(device: _device.Device, stream: int, places: _places.Places, args: MergeArgs) -> None:
-    """Fill ``args.out`` and ``args.lse``; computed in the wider of the parts' two types."""
+    """Fill ``args.out`` and ``args.lse``."""
     if not args.out.size:
         return
     call = _struct("merge")
@@ -71,16 +72,20 @@ def merge_states(device: _device.Device, stream: int, places: _places.Places, ar
     call["lse_includes_sinks"] = args.lse_includes_sinks
     warps = 4
     num_blocks = min(_plan.ceil_div(batch * seqlen * num_heads, warps), _plan.MAX_BLOCKS)
-    wide = np.float64 in (args.parts.dtype, args.part_lse.dtype)
-    _run(device, stream, _merge_source(wide), num_blocks, 32 * warps, call)
+    types = [_dtypes.lookup(x.dtype) for x in (args.parts, args.part_lse)]
+    assert types[0] is not None and types[1] is not None
+    _run(device, stream, _merge_source(types[0], types[1]), num_blocks, 32 * warps, call)
     places.fetch()
 
 
 # --- appending to a cache ---
 
 
-def _append_source(name: str, wide: bool) -> Source:
-    return Source("append.cu", name, (_real(wide),))
+def _append_source(name: str, wide: bool, types: tuple[int, int] | None = None) -> Source:
+    """Return a kernel of an append; `types` are the codes of the types of tokens and caches."""
+    names = ("PF_FROM", "PF_TO")
+    constants = () if types is None else tuple(zip(names, map(str, types), strict=True))
+    return Source("append.cu", name, (_real(wide), *constants))
 
 
 def _without_replaced(slots: Array) -> Array:
@@ -92,9 +97,16 @@ def _without_replaced(slots: Array) -> Array:
     return kept
 
 
+def _num_sequences(args: AppendArgs) -> int:
+    """Return how many sequences an append without slots is to."""
+    if args.cu_seqlens is not None:
+        return int(args.cu_seqlens.shape[0]) - 1
+    return 0 if args.seq_lens is None else int(args.seq_lens.shape[0])
+
+
 def append_kv(device: _device.Device, stream: int, places: _places.Places, args: AppendArgs) -> None:
     """Write the tokens into the caches."""
-    if not args.k.shape[0]:
+    if not args.k.shape[0] or (args.slots is None and _num_sequences(args) == 0):
         return
     call = _struct("append")
     _pack_append(call, places, args)
@@ -109,7 +121,8 @@ def append_kv(device: _device.Device, stream: int, places: _places.Places, args:
     wanted = _plan.ceil_div(8 * device.num_sms, num_runs)
     per_run = max(min(wanted, _plan.ceil_div(num_rows * per_block, _APPEND_WARPS)), 1)
     call["tokens_per_block"], call["blocks_per_run"] = per_block, per_run
-    _run(device, stream, _append_source("pf_append", wide), num_runs * per_run, 32 * _APPEND_WARPS, call)
+    source = _append_source("pf_append", wide, (int(call["k"]["dtype"]), int(call["k_cache"]["dtype"])))
+    _run(device, stream, source, num_runs * per_run, 32 * _APPEND_WARPS, call)
     del found
     places.fetch()
 
@@ -133,7 +146,7 @@ def _pack_append(call: Array, places: _places.Places, args: AppendArgs) -> None:
         slots, call["unique"] = _without_replaced(slots), True
     call["slots"] = _launch.index(places, slots)
     for name in ("positions", "block_table", "seq_lens", "cu_seqlens"):
-        call[name] = _launch.index(places, getattr(args, name, None))
+        call[name] = _launch.index(places, getattr(args, name))
     call["num_tokens"], call["num_kv_heads"], call["head_dim"] = args.k.shape
     call["head_dim_v"] = args.v.shape[2]
     call["num_pages"], call["page_size"] = args.k_cache.shape[:2]
@@ -141,18 +154,15 @@ def _pack_append(call: Array, places: _places.Places, args: AppendArgs) -> None:
 
 
 def _find_slots(
-    device: _device.Device, stream: int, places: _places.Places, args: Any, call: Array, wide: bool
+    device: _device.Device, stream: int, places: _places.Places, args: AppendArgs, call: Array, wide: bool
 ) -> _device.Memory:
     """Let the device turn lengths and table into slots and positions; return the memory that they lie in."""
     num_tokens = args.k.shape[0]
     found = device.allocate(2 * 8 * num_tokens, stream)
-    if args.cu_seqlens is not None:
-        call["batch"] = args.cu_seqlens.shape[0] - 1
-    else:
-        call["batch"] = args.seq_lens.shape[0]
+    call["batch"] = _num_sequences(args)
     call["max_pages"] = 0 if args.block_table is None else args.block_table.shape[1]
     call["found"] = found.address
-    num_blocks = min(max(int(call["batch"]), 1), _plan.MAX_BLOCKS)
+    num_blocks = min(_num_sequences(args), _plan.MAX_BLOCKS)
     _run(device, stream, _append_source("pf_append_places", wide), num_blocks, 256, call)
     call["slots"] = (found.address, (1, 0), 8)
     call["positions"] = (found.address + 8 * num_tokens, (1, 0), 8)
@@ -222,10 +232,16 @@ def _pack_stats(call: Array, places: _places.Places, args: StatsArgs) -> None:
 def variants() -> Iterator[_plan.Variant]:
     """Yield every kernel of this module that may be compiled, but for expressions of callers."""
     everything = 2 ** len(_plan.TERMS) - 1 - _plan.TERMS["score_mod"] - _plan.TERMS["mask_mod"]
+    for parts in _dtypes.FLOATS:
+        for part_lse in _dtypes.FLOATS[:2]:
+            # The stack of waiting states lies in local memory anyway.
+            yield _plan.Variant(_merge_source(parts, part_lse), (), spill_bytes=1024)
     for wide in (False, True):
-        yield _plan.Variant(_merge_source(wide), ())
-        for name in ("pf_append_places", "pf_append"):
-            yield _plan.Variant(_append_source(name, wide), ())
+        yield _plan.Variant(_append_source("pf_append_places", wide), ())
+        floats = [dtype for dtype in _dtypes.FLOATS if (dtype.name == "float64") == wide]
+        for given in floats:
+            for stored in floats if wide else (*floats, *_dtypes.QUANTISED):
+                yield _plan.Variant(_append_source("pf_append", wide, (given.code, stored.code)), ())
         defines = (_real(wide), ("PF_TERMS", str(everything)))
         for name in ("pf_stats_rows", "pf_stats_keys"):
             for rows in (_STATS_ROWS, _STATS_FEW_ROWS):

@@ -108,7 +108,7 @@ def test_slots_on_the_device(device, num_tokens, kv_dtype, dtype):
     slots = np.random.default_rng(num_tokens).integers(-3, NUM_PAGES * PAGE + 3, num_tokens).astype(dtype)
     spread = np.zeros((num_tokens, 3), dtype)
     spread[:, 1] = slots
-    args = append_args(num_tokens, kv_dtype, slots=there(spread)[:, 1])
+    args = append_args(num_tokens, kv_dtype, slots=there(spread[:, 1]))
     check_append(device, args, [s if s < NUM_PAGES * PAGE else -1 for s in slots.tolist()])
 
 
@@ -273,8 +273,12 @@ def test_rare_merges_are_those_of_the_reference(device, dtype, sink):
 # --- statistics ---
 
 
+RESULTS = ("max_logit", "entropy", "key_mass", "top_k_values", "top_k_indices", "row_probabilities")
+
+
 def found_out(device: Any, call: Any, **changes: Any) -> Any:
-    """The statistics of a dense call of float32, after changes to what the checks have made of it."""
+    """What becomes of the arguments of a dense call of float32, after changes to the checked ones."""
+    expressions = changes.pop("expressions", {})
     args = call.args._replace(**changes)
     batch, seqlen_q, num_heads, head_dim = args.attention.q.shape
     args = args._replace(attention=args.attention._replace(max_seqlen_q=seqlen_q))
@@ -297,9 +301,11 @@ def found_out(device: Any, call: Any, **changes: Any) -> Any:
         page_size=0,
         aligned=True,
         scaled=False,
+        terms=frozenset(expressions),
+        expressions=tuple((f"PF_{name.upper()}_EXPRESSION", text) for name, text in expressions.items()),
     )
     _operations.attention_stats(device, 0, _places.Places(device, 0), args, problem)
-    return call.result()
+    return args
 
 
 def stats_call(batch: int, seqlen_q: int, seq_lens: Any, want: Any, rows: np.ndarray) -> Any:
@@ -327,7 +333,8 @@ def test_statistics_of_a_length_that_cannot_be(device, seqlen_q, bad):
         call = stats_call(3, seqlen_q, lens, _args_stats.WANT, np.array([2, 0]))
         attention = call.args.attention._replace(seq_lens=there(lengths))
         both.append(found_out(device, call, attention=attention))
-    for name, right, mine in zip(both[0]._fields, *both, strict=True):
+    for name in RESULTS:
+        right, mine = (getattr(args, name) for args in both)
         assert_same_bits(mine[[0, 2]], right[[0, 2]], name)
         if name == "top_k_indices":
             assert (mine[1] == -1).all()
@@ -346,3 +353,16 @@ def test_chosen_rows_that_do_not_exist_choose_nothing(device):
         found.append(results)
     assert_same_bits(found[1][:, :, :3], found[0], "rows that exist")
     assert (found[1][:, :, 3:] == 7).all() and (found[0] != 7).all()
+
+
+def test_statistics_with_expressions(device):
+    """The caller's functions are compiled into both kernels."""
+    call, same = (stats_call(2, 3, None, _args_stats.WANT, np.array([1])) for _ in range(2))
+    expressions = {"score_mod": "(0.5f * score)", "mask_mod": "(key >= 100 + batch)"}
+    got = found_out(device, call, expressions=expressions)
+    lo = np.repeat([[100], [101]], 3, axis=1)
+    attention = same.args.attention
+    attention = attention._replace(scale=attention.scale / 2, spans=(lo, np.full_like(lo, 150)))
+    want = found_out(device, same, attention=attention)
+    for name in RESULTS:
+        assert_same_bits(getattr(got, name), getattr(want, name), name)

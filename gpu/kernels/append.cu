@@ -6,6 +6,12 @@
 #include "careful.cuh"
 #include "codes.cuh"
 
+/* Types of the tokens and of the caches: constants, so that what other types need costs no registers. */
+#ifndef PF_FROM
+#define PF_FROM PF_F32
+#define PF_TO PF_F32
+#endif
+
 /* Where the tokens of sequences go: one block a sequence. Every token gets a slot, -1 where it has no place.
  */
 extern "C" __global__ void __launch_bounds__(256)
@@ -95,13 +101,13 @@ PF_DEVICE void pf_drop_replaced(const pf_append_call &call, int64_t first, int c
 struct pf_append_row {
     const char *from;
     char *to;
-    int64_t from_dtype, from_stride, to_dtype, to_stride;
+    int64_t from_stride, to_stride;
     int64_t num_dims;
     int64_t num_rotated, cos, sin; /* dimensions that are rotated; offsets of their angles */
 };
 
 PF_DEVICE pf_real pf_source(const pf_append_row &row, int64_t d) {
-    return pf_element(row.from, row.from_dtype, row.from_stride, d);
+    return pf_element(row.from, PF_FROM, row.from_stride, d);
 }
 
 /* Element d, rotated. Pair i is (x[2i], x[2i + 1]) or (x[i], x[i + num_pairs]). No product may be fused with
@@ -134,8 +140,15 @@ PF_DEVICE float pf_choose_scale(const pf_append_call &call, const pf_append_row 
         largest = fmaxf(largest, __shfl_xor_sync(PF_WARP_ALL, largest, step));
     if (!__all_sync(PF_WARP_ALL, finite))
         return pf_nan();
-    const float scale = largest / pf_largest_code(row.to_dtype);
+    const float scale = largest / pf_largest_code(PF_TO);
     return scale == 0 ? 1.0f : scale;
+}
+
+/* Whether the bytes of a row are its codes, and can be copied 16 at a time. */
+PF_DEVICE bool pf_is_copy(const pf_append_row &row) {
+    const int64_t together = (int64_t)row.from | (int64_t)row.to | row.num_dims * pf_dtype_size(PF_TO);
+    return PF_FROM == PF_TO && row.num_rotated == 0 && row.from_stride == 1 && row.to_stride == 1 &&
+           together % 16 == 0;
 }
 
 /* Writes a row by one warp, in the order of its elements; two of int4 share a byte and so a lane. */
@@ -146,16 +159,16 @@ PF_DEVICE void pf_store_row(const pf_append_call &call, const pf_append_row &row
         const pf_real x = nothing ? (pf_real)0 : pf_rotated(call, row, d);
         return divides && !nothing ? x / (pf_real)scale : x;
     };
-    if (row.to_dtype == PF_I4) {
+    if (PF_TO == PF_I4) {
         for (int64_t i = lane; i < row.num_dims / 2; i += 32)
             row.to[i * row.to_stride] =
                 (char)(pf_code((float)number(2 * i), PF_I4) | pf_code((float)number(2 * i + 1), PF_I4) << 4);
-    } else if (pf_largest_code(row.to_dtype) > 0) {
+    } else if (pf_largest_code(PF_TO) > 0) {
         for (int64_t d = lane; d < row.num_dims; d += 32)
-            row.to[d * row.to_stride] = (char)pf_code((float)number(d), row.to_dtype);
+            row.to[d * row.to_stride] = (char)pf_code((float)number(d), PF_TO);
     } else {
         for (int64_t d = lane; d < row.num_dims; d += 32)
-            pf_set_element(row.to, row.to_dtype, d * row.to_stride, number(d));
+            pf_set_element(row.to, PF_TO, d * row.to_stride, number(d));
     }
 }
 
@@ -167,9 +180,7 @@ PF_DEVICE void pf_append_one(const pf_append_call &call, int64_t t, int64_t slot
     row.from = pf_place(x, t * x.stride_token + head * x.stride_head);
     row.to =
         pf_place(cache, page * cache.stride_batch + place * cache.stride_token + head * cache.stride_head);
-    row.from_dtype = x.dtype;
     row.from_stride = x.stride_dim;
-    row.to_dtype = cache.dtype;
     row.to_stride = cache.stride_dim;
     row.num_dims = side ? call.head_dim_v : call.head_dim;
     row.num_rotated = row.cos = row.sin = 0;
@@ -180,6 +191,11 @@ PF_DEVICE void pf_append_one(const pf_append_call &call, int64_t t, int64_t slot
         row.num_rotated = 2 * call.rotary_pairs;
         row.cos = angle * call.cos.stride_token;
         row.sin = angle * call.sin.stride_token;
+    }
+    if (!scales.data && pf_is_copy(row)) {
+        for (int64_t i = threadIdx.x % 32; i < row.num_dims * pf_dtype_size(PF_TO) / 16; i += 32)
+            ((uint4 *)row.to)[i] = ((const uint4 *)row.from)[i];
+        return;
     }
     float scale = 1;
     if (scales.data) {
@@ -194,7 +210,7 @@ PF_DEVICE void pf_append_one(const pf_append_call &call, int64_t t, int64_t slot
 
 /* Tokens to their slots: a block has a run of tokens, or some of the heads of one; a warp one row at a time.
  */
-extern "C" __global__ void __launch_bounds__(256) pf_append(const __grid_constant__ pf_append_call call) {
+extern "C" __global__ void __launch_bounds__(256, 2) pf_append(const __grid_constant__ pf_append_call call) {
     __shared__ int64_t slots[PF_MOST_TOKENS];
     const int64_t run = pf_quotient(blockIdx.x, call.blocks_per_run);
     const int64_t part = blockIdx.x - run * call.blocks_per_run, first = run * call.tokens_per_block;

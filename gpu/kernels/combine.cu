@@ -1,61 +1,7 @@
-/* The states of all splits of a row, merged along the fixed binary tree of their indices ((0, 1), (2, 3), then
- * pairs of pairs; an odd one passes up), and the row finished. One block a row: short calls wait for this, and
- * what it takes is the way to memory and back, so that many states are asked for at a time. */
+/* The states of all splits of a row, merged along the fixed binary tree of their indices, and the row finished.
+ * One block a row: short calls wait for this. */
 #include "careful.cuh"
-
-/* States that are merged in registers, a power of two, and how many such results may wait for their partners:
- * enough for 2^36 splits. */
-enum { PF_AT_ONCE = 16, PF_TREE_DEPTH = 33 };
-
-/* One output of a state. */
-struct pf_part {
-    pf_real m, l, o;
-};
-
-PF_DEVICE pf_part pf_merged(const pf_part &a, const pf_part &b) {
-    const pf_real top = pf_max_of(a.m, b.m);
-    const pf_real alpha = pf_rescaling(a.m, top), beta = pf_rescaling(b.m, top);
-    return {top, a.l * alpha + b.l * beta, a.o * alpha + b.o * beta};
-}
-
-/* Splits [first, first + PF_AT_ONCE) of output d. What is past the end is empty, which changes nothing: an odd
- * one passes up. */
-PF_DEVICE pf_part pf_merged_at_once(const pf_call &call, int64_t row, int64_t d, int64_t first, int64_t num_splits) {
-    pf_part parts[PF_AT_ONCE];
-#pragma unroll
-    for (int i = 0; i < PF_AT_ONCE; i++) {
-        const bool there = first + i < num_splits;
-        parts[i].m = there ? *pf_partial_m(call, first + i, row) : -(pf_real)pf_infinity();
-        parts[i].l = there ? *pf_partial_l(call, first + i, row) : (pf_real)0;
-        parts[i].o = there ? pf_partial_o(call, first + i, row)[d] : (pf_real)0;
-    }
-#pragma unroll
-    for (int width = 1; width < PF_AT_ONCE; width *= 2)
-#pragma unroll
-        for (int i = 0; i < PF_AT_ONCE; i += 2 * width)
-            parts[i] = pf_merged(parts[i], parts[i + width]);
-    return parts[0];
-}
-
-/* All splits of output d. */
-PF_DEVICE pf_part pf_merged_splits(const pf_call &call, int64_t row, int64_t d, int64_t num_splits) {
-    if (num_splits <= PF_AT_ONCE)
-        return pf_merged_at_once(call, row, d, 0, num_splits);
-    pf_part waiting[PF_TREE_DEPTH];
-    int depth = 0;
-    for (int64_t first = 0; first < num_splits; first += PF_AT_ONCE) {
-        pf_part part = pf_merged_at_once(call, row, d, first, num_splits);
-        const bool last = first + PF_AT_ONCE >= num_splits;
-        /* Like the carries of a binary counter; at the end everything that waits is merged. */
-        int64_t carry = first / PF_AT_ONCE;
-        while (depth > 0 && ((carry & 1) || last)) {
-            part = pf_merged(waiting[--depth], part);
-            carry >>= 1;
-        }
-        waiting[depth++] = part;
-    }
-    return waiting[0];
-}
+#include "tree.cuh"
 
 PF_DEVICE void pf_combine_row(const pf_call &call, const pf_sequence &s, int64_t head, int64_t i) {
     const int64_t row = pf_state_row(call, s, head, i), num_splits = pf_num_splits(call, s);
@@ -63,7 +9,11 @@ PF_DEVICE void pf_combine_row(const pf_call &call, const pf_sequence &s, int64_t
     char *out = pf_place(call.out, pf_query_offset(call.out, s, head, i));
     bool finite = true;
     for (int64_t d = threadIdx.x; d < call.head_dim_v; d += blockDim.x) {
-        const pf_part all = pf_merged_splits(call, row, d, num_splits);
+        const auto load = [&](int64_t split) -> pf_part {
+            return {*pf_partial_m(call, split, row), *pf_partial_l(call, split, row),
+                    pf_partial_o(call, split, row)[d]};
+        };
+        const pf_part all = pf_merged_all(load, num_splits);
         const double factor = pf_output_factor((double)all.m, (double)all.l, sink);
         const pf_real x = pf_finished(all.o, (pf_real)factor);
         finite &= pf_is_finite(x);

@@ -4,6 +4,12 @@
 #include "careful.cuh"
 #include "tree.cuh"
 
+/* Types of the parts and of their log-sum-exps: constants, since many are asked for at a time. */
+#ifndef PF_PARTS
+#define PF_PARTS PF_F32
+#define PF_PART_LSE PF_F32
+#endif
+
 struct pf_merge_row {
     int64_t b, token, head;
 };
@@ -13,33 +19,28 @@ PF_DEVICE int64_t pf_row_offset(const pf_tensor &t, const pf_merge_row &row) {
 }
 
 PF_DEVICE double pf_part_lse(const pf_merge_call &call, const pf_merge_row &row, int64_t part) {
-    return pf_number_at(call.part_lse, pf_row_offset(call.part_lse, row) + part * call.part_lse_stride_part);
+    const int64_t at = pf_row_offset(call.part_lse, row) + part * call.part_lse_stride_part;
+    return PF_PART_LSE == PF_F64 ? ((const double *)call.part_lse.data)[at]
+                                 : (double)((const float *)call.part_lse.data)[at];
 }
 
 PF_DEVICE pf_real pf_part_output(const pf_merge_call &call, const pf_merge_row &row, int64_t part,
                                  int64_t d) {
     const int64_t offset = pf_row_offset(call.parts, row) + part * call.parts_stride_part;
-    return pf_element(pf_place(call.parts, offset), call.parts.dtype, call.parts.stride_dim, d);
+    return pf_element((const char *)call.parts.data + offset * pf_dtype_size(PF_PARTS), PF_PARTS,
+                      call.parts.stride_dim, d);
 }
 
-/* The merged state of one output, in place 0 of the tree. */
-PF_DEVICE void pf_fold_parts(const pf_merge_call &call, const pf_merge_row &row, int64_t d,
-                             pf_real value_factor, pf_tree *tree) {
-    const double none = -(double)pf_infinity();
-    tree->depth = 0;
-    for (int64_t part = 0; part < call.num_parts; part++) {
-        const double lse = pf_part_lse(call, row, part);
-        pf_real m = -(pf_real)pf_infinity(), l = 0, o = 0; /* of a part without keys: neutral */
-        if (lse != lse) {                                  /* a maximum would leave it out */
-            m = pf_lowest<pf_real>();
-            l = o = (pf_real)pf_nan();
-        } else if (lse != none) {
-            m = pf_narrow(lse);
-            l = 1;
-            o = pf_part_output(call, row, part, d) * value_factor;
-        }
-        pf_tree_push(tree, part, call.num_parts, m, l, o);
-    }
+/* One output of a part as a state. */
+PF_DEVICE pf_part pf_part_state(const pf_merge_call &call, const pf_merge_row &row, int64_t part, int64_t d,
+                                pf_real value_factor) {
+    const double lse = pf_part_lse(call, row, part);
+    const pf_real value = pf_part_output(call, row, part, d) * value_factor;
+    if (lse == -(double)pf_infinity()) /* no keys: neutral, whatever the value is */
+        return {-(pf_real)pf_infinity(), 0, 0};
+    if (lse != lse) /* a maximum would leave it out */
+        return {pf_lowest<pf_real>(), (pf_real)pf_nan(), (pf_real)pf_nan()};
+    return {pf_narrow(lse), 1, value};
 }
 
 /* The factor of the output of a row all of whose parts have an lse of -inf. A part whose output is not finite
@@ -64,23 +65,22 @@ PF_DEVICE void pf_merge_one(const pf_merge_call &call, const pf_merge_row &row) 
     const double without_weight = any ? 0 : pf_factor_without_weight(call, row, sink);
     char *out = pf_place(call.out, pf_row_offset(call.out, row));
     for (int64_t d = threadIdx.x % 32; d < call.head_dim; d += 32) {
-        pf_tree tree;
+        pf_part all = {0, 0, 0};
         pf_real x = 0;
         /* Outputs near the largest number may have a sum that is infinite and a mean that is not. */
         for (int attempt = 0; attempt < 2; attempt++) {
             const pf_real value_factor = attempt ? PF_SMALLER_VALUES : (pf_real)1;
-            pf_fold_parts(call, row, d, value_factor, &tree);
-            const double factor =
-                any ? pf_output_factor((double)tree.m[0], (double)tree.l[0], sink) : without_weight;
-            x = pf_finished(tree.o[0], (pf_real)(factor / (double)value_factor));
+            const auto load = [&](int64_t part) { return pf_part_state(call, row, part, d, value_factor); };
+            all = pf_merged_all(load, call.num_parts);
+            const double factor = any ? pf_output_factor((double)all.m, (double)all.l, sink) : without_weight;
+            x = pf_finished(all.o, (pf_real)(factor / (double)value_factor));
             if (pf_is_finite(x))
                 break;
         }
         pf_set_element(out, call.out.dtype, d * call.out.stride_dim, x);
         if (d == 0)
-            pf_set_lse(
-                pf_place(call.lse, pf_row_offset(call.lse, row)), call.lse.dtype,
-                pf_log_sum_exp((double)tree.m[0], (double)tree.l[0], call.lse_includes_sinks ? sink : none));
+            pf_set_lse(pf_place(call.lse, pf_row_offset(call.lse, row)), call.lse.dtype,
+                       pf_log_sum_exp((double)all.m, (double)all.l, call.lse_includes_sinks ? sink : none));
     }
 }
 

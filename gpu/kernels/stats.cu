@@ -168,9 +168,6 @@ static __device__ __noinline__ pf_pair pf_get_pair(const pf_stats_call &call, co
     if (j < span.lo || j >= span.hi || pf_is_hidden(attention, item.s, tile->query[row], j))
         return pair;
     pair.seen = true;
-    if (attention.q_scale.data)
-        product *= (pf_real)pf_number_at(attention.q_scale, item.s.index * attention.q_scale.stride_batch +
-                                                                item.kv_head * attention.q_scale.stride_head);
     pair.score = pf_final_score(attention, item.s, tile->query[row], j, product * tile->k_scale[key]);
     if (pair.score == -(pf_real)pf_infinity())
         return pair;
@@ -348,7 +345,8 @@ PF_DEVICE void pf_store_bad_rows(const pf_stats_call &call, const pf_stats_item 
 }
 
 /* What is asked about rows; a block has PF_TILE_ROWS of them of one head at a time. */
-extern "C" __global__ void __launch_bounds__(256, 1) pf_stats_rows(const __grid_constant__ pf_stats_call call) {
+extern "C" __global__ void __launch_bounds__(256, 1)
+    pf_stats_rows(const __grid_constant__ pf_stats_call call) {
     PF_DYNAMIC_SHARED(memory);
     pf_tile *tile = (pf_tile *)memory;
     const pf_item place = pf_get_item(call.attention, call.attention.num_heads, 1);
@@ -402,7 +400,8 @@ extern "C" __global__ void __launch_bounds__(256, 1) pf_stats_rows(const __grid_
 }
 
 /* The mass of keys; a block has PF_TILE_KEYS of them of one head at a time. */
-extern "C" __global__ void __launch_bounds__(256, 1) pf_stats_keys(const __grid_constant__ pf_stats_call call) {
+extern "C" __global__ void __launch_bounds__(256, 1)
+    pf_stats_keys(const __grid_constant__ pf_stats_call call) {
     PF_DYNAMIC_SHARED(memory);
     pf_tile *tile = (pf_tile *)memory;
     const pf_item place = pf_get_item(call.attention, call.attention.num_heads, 1);
