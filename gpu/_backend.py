@@ -24,7 +24,7 @@ from .._description import (
 from .._errors import BackendUnavailable, invalid, unsupported
 from .._layout import row_blocks, sequences
 from .._masks import key_tiles
-from . import _choose, _compile, _device, _launch, _operations, _places, _plan
+from . import _choose, _compile, _device, _launch, _operations, _places, _plan, _prepared
 
 _ALIGNMENT = 16
 #: Scores of scales beyond this may not be numbers of float32.
@@ -130,20 +130,13 @@ class CudaBackend:
             memory = device.allocate(needed, stream)
             workspace = memory.address
         _compile.warm_up(device, [step.source for step in plan.steps])
-        for step in plan.steps:
-            self._launch(device, stream, step, call, workspace)
+        prepared = [_prepared.prepare(device, step, call) for step in plan.steps]
+        for launch in prepared:
+            launch.put(device, stream, workspace)
         places.fetch()
-        return None
-
-    def _launch(
-        self, device: _device.Device, stream: int, step: _plan.Step, call: Array, workspace: int
-    ) -> None:
-        for name, value in step.fields:
-            call[name] = value
-        call["max_splits"], call["num_splits"], call["split_keys"] = step.splits
-        call["partial"] = workspace if step.splits.are_merged else 0
-        kernel = _compile.kernel(device, step.source)
-        device.launch(kernel, (step.num_blocks, 1, 1), step.threads, step.shared_bytes, stream, call)
+        if again is None or not isinstance(args.out, DeviceArray) or args.workspace is not None:
+            return None
+        return _prepared.repeat(device, stream, prepared, places, args, needed)
 
     def merge_states(self, args: MergeArgs) -> None:
         """Fill ``args.out`` and ``args.lse``."""

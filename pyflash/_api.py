@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from . import _args, _backends, _call_table
+from . import _args, _backends, _call_table, _device_calls
 from ._description import Array, Arrays, Backend, Explanation, IndexArrays
 from ._errors import invalid, unsupported
 from ._options import attention_options
@@ -25,8 +25,13 @@ def _run(
     remembers = key is not None and _call_table.comes_again(key)
     again = Arrays(*inputs, call.out, index) if remembers else None
     repeat = backend.attention(call.args, again=again)
-    if repeat is not None:
-        lse = call.lse
+    lse = call.lse
+    if repeat is not None and _device_calls.is_of_device(key):
+        shape, dtype = (None, "") if lse is None else (lse.shape, lse.dtype.name)
+        _device_calls.remember(
+            key, _device_calls.Known(repeat, call.out.shape, call.out.dtype.name, shape, dtype)
+        )
+    elif repeat is not None:
         known = _call_table.Known(
             repeat,
             call.out.shape,
@@ -106,8 +111,10 @@ def flash_attention(
     """
     index = () if seq_lens is None else (None, None, seq_lens, None)
     key, result = _call_table.attempt("dense", q, k, v, out, index, layout, "nhd", backend, options)
+    if key is None:
+        key, result = _device_calls.attempt("dense", (q, k, v, out), index, (layout,), backend, options)
     if result is not None:
-        return result
+        return result  # type: ignore[no-any-return]
     chosen = _backends.resolve(backend, q)
     call = _args.dense(q, k, v, backend=chosen.name, layout=layout, seq_lens=seq_lens, out=out, **options)
     return _run(call, chosen, key, (q, k, v), out, index, options)
@@ -203,8 +210,10 @@ def flash_attention_varlen(
     """
     index = (cu_seqlens_q, cu_seqlens_kv, None, None)
     key, result = _call_table.attempt("varlen", q, k, v, out, index, "packed", "nhd", backend, options)
+    if key is None:
+        key, result = _device_calls.attempt("varlen", (q, k, v, out), index, (), backend, options)
     if result is not None:
-        return result
+        return result  # type: ignore[no-any-return]
     chosen = _backends.resolve(backend, q)
     call = _args.varlen(q, k, v, cu_seqlens_q, cu_seqlens_kv, backend=chosen.name, out=out, **options)
     return _run(call, chosen, key, (q, k, v), out, index, options)
@@ -271,8 +280,12 @@ def paged_attention(
     key, result = _call_table.attempt(
         "paged", q, k_cache, v_cache, out, index, layout, cache_layout, backend, options
     )
+    if key is None:
+        key, result = _device_calls.attempt(
+            "paged", (q, k_cache, v_cache, out), index, (layout, cache_layout), backend, options
+        )
     if result is not None:
-        return result
+        return result  # type: ignore[no-any-return]
     chosen = _backends.resolve(backend, q)
     call = _args.paged(
         q,
