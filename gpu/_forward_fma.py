@@ -40,6 +40,7 @@ class Tile(NamedTuple):
     keys: int
     part: int  # keys whose weights are in shared memory at a time
     chunk: int  # outputs of a row that a thread sums up at a time
+    stages: int = 1  # tiles of keys and values in shared memory
 
     @property
     def rows(self) -> int:
@@ -53,7 +54,7 @@ TILES = {
         32: (Tile(4, 4, 8, 64, 64, 2), Tile(2, 4, 8, 64, 64, 2)),
         64: (Tile(4, 3, 8, 64, 64, 4), Tile(2, 4, 8, 64, 64, 4)),
         96: (Tile(4, 2, 8, 64, 32, 6), Tile(2, 2, 8, 32, 32, 6)),
-        128: (Tile(4, 2, 8, 64, 32, 8), Tile(4, 2, 8, 32, 32, 8), Tile(2, 2, 8, 32, 32, 8)),
+        128: (Tile(8, 1, 8, 64, 32, 8, 2), Tile(4, 2, 8, 64, 32, 8), Tile(4, 2, 8, 32, 32, 8), Tile(2, 2, 8, 32, 32, 8)),
         192: (Tile(4, 2, 8, 32, 32, 4), Tile(2, 1, 8, 16, 16, 4)),
         256: (Tile(8, 1, 8, 32, 32, 4), Tile(4, 1, 8, 16, 16, 4), Tile(1, 1, 8, 16, 16, 4)),
     },
@@ -78,8 +79,8 @@ def shared_bytes(tile: Tile, real: str, dim: int, dim_v: int, *, paged: bool, sc
     size = 8 if real == "double" else 4
     groups = 2 * tile.warps
     queries = tile.rows * dim * size + 16 * groups
-    keys = tile.keys * (dim * size + 16)
-    values = tile.keys * dim_v * size
+    keys = tile.stages * tile.keys * (dim * size + 16)
+    values = tile.stages * tile.keys * dim_v * size
     weights = tile.rows * tile.part * size + 64 * groups
     factors = 4 * tile.keys * size if paged or scaled else 0
     offsets = 4 * tile.keys * 8 if paged else 0
@@ -135,6 +136,7 @@ def _defines(
         "PF_KEYS": tile.keys,
         "PF_PART": tile.part,
         "PF_CHUNK": tile.chunk,
+        "PF_STAGES": tile.stages,
         "PF_DIM": dim,
         "PF_DIM_V": dim_v,
         "PF_Q_TYPE": q,

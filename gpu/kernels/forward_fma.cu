@@ -19,6 +19,7 @@
 #define PF_KEYS 64         /* of a tile */
 #define PF_PART 32         /* keys whose weights are in shared memory at a time */
 #define PF_CHUNK 8         /* outputs of a row that a thread sums up at a time */
+#define PF_STAGES 2        /* tiles of keys and values in shared memory */
 #define PF_DIM 128         /* head_dim rounded up to a class, and head_dim_v */
 #define PF_DIM_V 128
 #define PF_Q_TYPE PF_F32
@@ -59,6 +60,7 @@ enum {
                (int)PF_KV_TYPE == (sizeof(pf_real) == 4 ? (int)PF_F32 : (int)PF_F64),
     PF_SIDES = PF_SPANS ? PF_NUM_SIDES : 1,
 };
+static_assert(PF_STAGES == 1 || PF_STAGES == 2, "one tile, or one that comes while another is used");
 static_assert(PF_KEYS % PF_PART == 0 && PF_PART % PF_COLUMNS == 0, "parts are whole columns");
 static_assert(PF_THREAD_DIMS % PF_CHUNK == 0 && PF_CHUNK % PF_DIM_VEC == 0, "chunks are whole vectors");
 static_assert(PF_PARTS == 1 || PF_CHUNK == PF_THREAD_DIMS, "weights of one part are used once");
@@ -70,8 +72,8 @@ enum {
     PF_P_SKEW = 64 / sizeof(pf_real),
     PF_Q_PLACE = 0,
     PF_K_PLACE = PF_Q_PLACE + PF_ROWS * PF_DIM + PF_ROWS / PF_THREAD_ROWS * PF_VEC,
-    PF_V_PLACE = PF_K_PLACE + PF_KEYS * PF_K_PITCH,
-    PF_P_PLACE = PF_V_PLACE + PF_KEYS * PF_DIM_V,
+    PF_V_PLACE = PF_K_PLACE + PF_STAGES * PF_KEYS * PF_K_PITCH,
+    PF_P_PLACE = PF_V_PLACE + PF_STAGES * PF_KEYS * PF_DIM_V,
     PF_FACTOR_PLACE = PF_P_PLACE + PF_ROWS * PF_PART + PF_ROWS / PF_THREAD_ROWS * PF_P_SKEW,
     PF_NUMBERS = PF_FACTOR_PLACE + (PF_TABLE ? 4 * PF_KEYS : 0),
 };
@@ -192,8 +194,9 @@ PF_DEVICE void pf_load_queries(const pf_call &call, const pf_sequence &s, int64_
 /* Rows of k (WHICH 0) or v (1) from key `first` on. Keys past the length become 0. */
 template <int WHICH, int DIMS, int PITCH>
 PF_DEVICE void pf_load_keys(const pf_call &call, const pf_tensor &t, const pf_sequence &s, int64_t kv_head,
-                            int first, int parity, const pf_shared &shared, pf_real *to) {
+                            int first, int parity, const pf_shared &shared) {
     typedef pf_shares<DIMS> shares;
+    pf_real *to = shared.numbers + (WHICH ? PF_V_PLACE : PF_K_PLACE) + parity % PF_STAGES * PF_KEYS * PITCH;
     const int lane = threadIdx.x % shares::LANES, row = threadIdx.x / shares::LANES;
     const int dims = (int)(WHICH ? call.head_dim_v : call.head_dim), left = (int)s.mask.num_keys - first;
     const int64_t step = shares::ROWS * t.stride_token * pf_dtype_size(PF_KV_TYPE);
@@ -257,6 +260,22 @@ PF_DEVICE void pf_fill_table(const pf_call &call, const pf_sequence &s, int64_t 
 
 /* --- the two products --- */
 
+/* What a thread multiplies at a time: PF_VEC numbers of each of its rows and keys. */
+struct pf_operands {
+    pf_vector<PF_VEC> query[PF_THREAD_ROWS], key[PF_THREAD_KEYS];
+};
+
+PF_DEVICE void pf_read_operands(const pf_real *q, const pf_real *k, int d, pf_operands &x) {
+#pragma unroll
+    for (int j = 0; j < PF_THREAD_KEYS; j++)
+        x.key[j] = pf_read<PF_VEC>(k + j * PF_COLUMNS * PF_K_PITCH + d);
+#pragma unroll
+    for (int r = 0; r < PF_THREAD_ROWS; r++)
+        x.query[r] = pf_read<PF_VEC>(q + r * PF_DIM + d);
+}
+
+/* Operands are read one step ahead, so that nobody waits for them. Rows are gone through to and fro: a key
+ * that two multiplications in a row share is read from the registers once. */
 PF_DEVICE void pf_multiply_keys(const pf_real *q, const pf_real *k, int dims,
                                 pf_real (&scores)[PF_THREAD_ROWS][PF_THREAD_KEYS]) {
 #pragma unroll
@@ -264,47 +283,64 @@ PF_DEVICE void pf_multiply_keys(const pf_real *q, const pf_real *k, int dims,
 #pragma unroll
         for (int j = 0; j < PF_THREAD_KEYS; j++)
             scores[r][j] = 0;
+    pf_operands x[2];
+    pf_read_operands(q, k, 0, x[0]);
 #pragma unroll 1
-    for (int d = 0; d < dims; d += PF_DIM_STEP) {
+    for (int first = 0; first < dims; first += PF_DIM_STEP) {
+        const int after = first + PF_DIM_STEP < dims ? first + PF_DIM_STEP : 0;
 #pragma unroll
-        for (int step = 0; step < PF_DIM_STEP; step += PF_VEC) {
-            pf_vector<PF_VEC> key[PF_THREAD_KEYS];
+        for (int step = 0; step < PF_DIM_STEP / PF_VEC; step++) {
+            pf_read_operands(q, k, step + 1 < PF_DIM_STEP / PF_VEC ? first + (step + 1) * PF_VEC : after,
+                             x[(step + 1) % 2]);
+            const pf_operands &now = x[step % 2];
 #pragma unroll
-            for (int j = 0; j < PF_THREAD_KEYS; j++)
-                key[j] = pf_read<PF_VEC>(k + j * PF_COLUMNS * PF_K_PITCH + d + step);
+            for (int e = 0; e < PF_VEC; e++)
 #pragma unroll
-            for (int r = 0; r < PF_THREAD_ROWS; r++) {
-                const pf_vector<PF_VEC> query = pf_read<PF_VEC>(q + r * PF_DIM + d + step);
+                for (int r = 0; r < PF_THREAD_ROWS; r++)
 #pragma unroll
-                for (int e = 0; e < PF_VEC; e++)
-#pragma unroll
-                    for (int j = 0; j < PF_THREAD_KEYS; j++)
-                        scores[r][j] = fma(query.x[e], key[j].x[e], scores[r][j]);
-            }
+                    for (int i = 0; i < PF_THREAD_KEYS; i++) {
+                        const int j = r & 1 ? PF_THREAD_KEYS - 1 - i : i;
+                        scores[r][j] = fma(now.query[r].x[e], now.key[j].x[e], scores[r][j]);
+                    }
         }
     }
 }
 
-/* Adds the values of one part to the sums of PF_CHUNK outputs of each row. */
+PF_DEVICE void pf_read_values(const pf_real *v, pf_real (&value)[PF_CHUNK]) {
+#pragma unroll
+    for (int c = 0; c < PF_CHUNK; c += PF_DIM_VEC) {
+        const pf_vector<PF_DIM_VEC> some = pf_read<PF_DIM_VEC>(v + c * PF_COLUMNS);
+#pragma unroll
+        for (int x = 0; x < PF_DIM_VEC; x++)
+            value[c + x] = some.x[x];
+    }
+}
+
+/* Adds the values of one part to the sums of PF_CHUNK outputs of each row. Values are read one key ahead, the
+ * weights of a row as soon as its last ones have been used. */
 PF_DEVICE void pf_multiply_values(const pf_real *p, const pf_real *v,
                                   pf_real (&sums)[PF_THREAD_ROWS][PF_CHUNK]) {
+    pf_vector<PF_VEC> weight[PF_THREAD_ROWS];
+    pf_real value[2][PF_CHUNK];
+    pf_read_values(v, value[0]);
+#pragma unroll
+    for (int r = 0; r < PF_THREAD_ROWS; r++)
+        weight[r] = pf_read<PF_VEC>(p + r * PF_PART);
 #pragma unroll PF_UNROLL_KEYS
     for (int key = 0; key < PF_PART; key += PF_VEC) {
-        pf_vector<PF_VEC> weight[PF_THREAD_ROWS];
-#pragma unroll
-        for (int r = 0; r < PF_THREAD_ROWS; r++)
-            weight[r] = pf_read<PF_VEC>(p + r * PF_PART + key);
+        const int after = key + PF_VEC < PF_PART ? key + PF_VEC : 0;
 #pragma unroll
         for (int e = 0; e < PF_VEC; e++) {
+            pf_read_values(v + (e + 1 < PF_VEC ? key + e + 1 : after) * PF_DIM_V, value[(e + 1) % 2]);
 #pragma unroll
-            for (int c = 0; c < PF_CHUNK; c += PF_DIM_VEC) {
-                const pf_vector<PF_DIM_VEC> value = pf_read<PF_DIM_VEC>(
-                    v + (key + e) * PF_DIM_V + c * PF_COLUMNS);
+            for (int r = 0; r < PF_THREAD_ROWS; r++) {
 #pragma unroll
-                for (int r = 0; r < PF_THREAD_ROWS; r++)
-#pragma unroll
-                    for (int x = 0; x < PF_DIM_VEC; x++)
-                        sums[r][c + x] = fma(weight[r].x[e], value.x[x], sums[r][c + x]);
+                for (int i = 0; i < PF_CHUNK; i++) {
+                    const int c = r & 1 ? PF_CHUNK - 1 - i : i;
+                    sums[r][c] = fma(weight[r].x[e], value[e % 2][c], sums[r][c]);
+                }
+                if (e == PF_VEC - 1)
+                    weight[r] = pf_read<PF_VEC>(p + r * PF_PART + after);
             }
         }
     }
@@ -572,9 +608,11 @@ PF_DEVICE void pf_forward_rows(const pf_call &call, const pf_sequence &s, int64_
     }
 
     int parity = 0;
-    if (tile.side < PF_SIDES)
-        pf_load_keys<0, PF_DIM, PF_K_PITCH>(call, call.k, s, kv_head, tile.first, parity, shared,
-                                            numbers + PF_K_PLACE);
+    if (tile.side < PF_SIDES) {
+        pf_load_keys<0, PF_DIM, PF_K_PITCH>(call, call.k, s, kv_head, tile.first, 0, shared);
+        if (PF_STAGES == 2)
+            pf_load_keys<1, PF_DIM_V, PF_DIM_V>(call, call.v, s, kv_head, tile.first, 0, shared);
+    }
     while (tile.side < PF_SIDES) {
         pf_tile next = {tile.side, tile.first + PF_KEYS};
         pf_skip(next, any);
@@ -588,14 +626,22 @@ PF_DEVICE void pf_forward_rows(const pf_call &call, const pf_sequence &s, int64_
 
         if (PF_ASYNC)
             pf_cp_async_wait<0>();
-        __syncthreads(); /* the keys have come, and nobody reads the values of the last tile any more */
-        pf_load_keys<1, PF_DIM_V, PF_DIM_V>(call, call.v, s, kv_head, tile.first, parity, shared,
-                                            numbers + PF_V_PLACE);
+        __syncthreads(); /* this tile has come, and nobody reads the last one any more */
         if (PF_TABLE && next.side < PF_SIDES)
             pf_fill_table(call, s, kv_head, next.first, parity ^ 1, shared);
+        if (PF_STAGES == 1)
+            pf_load_keys<1, PF_DIM_V, PF_DIM_V>(call, call.v, s, kv_head, tile.first, parity, shared);
+        else if (next.side < PF_SIDES) {
+            if (PF_TABLE)
+                __syncthreads();
+            pf_load_keys<0, PF_DIM, PF_K_PITCH>(call, call.k, s, kv_head, next.first, parity ^ 1, shared);
+            pf_load_keys<1, PF_DIM_V, PF_DIM_V>(call, call.v, s, kv_head, next.first, parity ^ 1, shared);
+        }
+        const pf_real *const k = numbers + PF_K_PLACE + parity % PF_STAGES * PF_KEYS * PF_K_PITCH;
+        const pf_real *const v = numbers + PF_V_PLACE + parity % PF_STAGES * PF_KEYS * PF_DIM_V;
         pf_real scores[PF_THREAD_ROWS][PF_THREAD_KEYS], alpha[PF_THREAD_ROWS];
         if (works) {
-            pf_multiply_keys(numbers + pf_q_row(row), numbers + PF_K_PLACE + column * PF_K_PITCH,
+            pf_multiply_keys(numbers + pf_q_row(row), k + column * PF_K_PITCH,
                              (int)pf_round_up(call.head_dim, PF_DIM_STEP), scores);
             unsigned seen = ~0u;
             if (PF_HIDES || !PF_FOLD || tests)
@@ -603,18 +649,18 @@ PF_DEVICE void pf_forward_rows(const pf_call &call, const pf_sequence &s, int64_
                                         spans, same, scores);
             pf_weigh(call, seen, rows, alpha, scores);
         }
-        if (PF_ASYNC)
-            pf_cp_async_wait<0>();
-        __syncthreads(); /* the values have come, and nobody reads the keys any more */
+        if (PF_STAGES == 1) {
+            if (PF_ASYNC)
+                pf_cp_async_wait<0>();
+            __syncthreads(); /* the values have come, and nobody reads the keys any more */
+            if (next.side < PF_SIDES)
+                pf_load_keys<0, PF_DIM, PF_K_PITCH>(call, call.k, s, kv_head, next.first, parity ^ 1, shared);
+        }
         parity ^= 1;
-        if (next.side < PF_SIDES)
-            pf_load_keys<0, PF_DIM, PF_K_PITCH>(call, call.k, s, kv_head, next.first, parity, shared,
-                                                numbers + PF_K_PLACE);
         tile = next;
         if (!works)
             continue;
         pf_real *const p = numbers + pf_p_row(row);
-        const pf_real *const v = numbers + PF_V_PLACE + column * PF_DIM_VEC;
         pf_real sums[PF_THREAD_ROWS][PF_CHUNK];
 #pragma unroll
         for (int chunk = 0; chunk < PF_THREAD_DIMS / PF_CHUNK; chunk++) {
@@ -635,7 +681,7 @@ PF_DEVICE void pf_forward_rows(const pf_call &call, const pf_sequence &s, int64_
                                 scores[r][part * (PF_PART / PF_COLUMNS) + j];
                     __syncwarp();
                 }
-                pf_multiply_values(p, v + chunk * PF_CHUNK * PF_COLUMNS + part * PF_PART * PF_DIM_V, sums);
+                pf_multiply_values(p, v + column * PF_DIM_VEC + chunk * PF_CHUNK * PF_COLUMNS + part * PF_PART * PF_DIM_V, sums);
             }
 #pragma unroll
             for (int r = 0; r < PF_THREAD_ROWS; r++)
@@ -675,9 +721,9 @@ extern "C" __global__ void __launch_bounds__(PF_THREADS, PF_MIN_BLOCKS)
     shared.offsets = (int64_t *)(shared.numbers + PF_NUMBERS);
     shared.spans = (pf_span32 *)(shared.offsets + (PF_PAGED ? 4 * PF_KEYS : 0));
     if (PF_DIM > call.head_dim)
-        pf_clear<PF_DIM, PF_K_PITCH>(shared.numbers + PF_K_PLACE, PF_KEYS);
+        pf_clear<PF_DIM, PF_K_PITCH>(shared.numbers + PF_K_PLACE, PF_STAGES * PF_KEYS);
     if (PF_DIM_V > call.head_dim_v)
-        pf_clear<PF_DIM_V, PF_DIM_V>(shared.numbers + PF_V_PLACE, PF_KEYS);
+        pf_clear<PF_DIM_V, PF_DIM_V>(shared.numbers + PF_V_PLACE, PF_STAGES * PF_KEYS);
     for (int64_t block = item.row_block; block < blocks; block += call.row_blocks) {
         /* The blocks that see most come first. */
         const int64_t first_row = (call.causal ? blocks - 1 - block : block) * PF_ROWS;
