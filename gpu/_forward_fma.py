@@ -1,4 +1,4 @@
-"""Prefill on the ordinary arithmetic units: float32 and float64, and 16-bit queries over keys of other types."""
+"""Prefill on the ordinary arithmetic units: float32, float64, and 16-bit queries over keys of other types."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ._plan import (
 CLASSES = (32, 64, 96, 128, 192, 256)
 #: Positions in a kernel have 32 bits.
 MAX_KEYS = 2**31 - 2**16
-_COLUMNS = 16  # lanes that share a row, of the kernel
+_STATIC_BYTES = 512  # more than the kernel's other shared variables take
 _Q_DTYPES = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 #: Terms that change scores; the others hide keys.
 _SCORE_TERMS = frozenset({"softcap", "alibi_slopes", "bias", "score_mod"})
@@ -39,7 +39,7 @@ class Tile(NamedTuple):
     thread_rows: int
     keys: int
     part: int  # keys whose weights are in shared memory at a time
-    chunk: int  # outputs of a row that a thread sums up at a time
+    stages: int = 1  # tiles of keys and values in shared memory
 
     @property
     def rows(self) -> int:
@@ -50,22 +50,35 @@ class Tile(NamedTuple):
 #: By class, the preferred tile first; the first that fits into shared memory is taken.
 TILES = {
     "float": {
-        32: (Tile(4, 4, 8, 64, 64, 2), Tile(2, 4, 8, 64, 64, 2)),
-        64: (Tile(4, 3, 8, 64, 64, 4), Tile(2, 4, 8, 64, 64, 4)),
-        96: (Tile(4, 2, 8, 64, 32, 6), Tile(2, 2, 8, 32, 32, 6)),
-        128: (Tile(4, 2, 8, 64, 32, 8), Tile(4, 2, 8, 32, 32, 8), Tile(2, 2, 8, 32, 32, 8)),
-        192: (Tile(4, 2, 8, 32, 32, 4), Tile(2, 1, 8, 16, 16, 4)),
-        256: (Tile(8, 1, 8, 32, 32, 4), Tile(4, 1, 8, 16, 16, 4), Tile(1, 1, 8, 16, 16, 4)),
+        32: (Tile(4, 4, 8, 64, 64), Tile(2, 4, 8, 64, 64)),
+        64: (Tile(4, 2, 8, 128, 64), Tile(4, 3, 8, 64, 64), Tile(2, 4, 8, 64, 64)),
+        96: (Tile(4, 2, 8, 64, 32), Tile(2, 2, 8, 32, 32)),
+        128: (
+            Tile(8, 1, 8, 64, 32, stages=2),
+            Tile(4, 2, 8, 64, 32),
+            Tile(4, 2, 8, 32, 32),
+            Tile(2, 2, 8, 32, 32),
+        ),
+        192: (Tile(4, 2, 8, 32, 32), Tile(2, 1, 8, 16, 16)),
+        256: (Tile(8, 1, 8, 32, 32), Tile(4, 1, 8, 16, 16), Tile(1, 1, 8, 16, 16)),
     },
     "double": {
-        32: (Tile(4, 2, 4, 64, 64, 2), Tile(2, 2, 4, 32, 32, 2)),
-        64: (Tile(4, 2, 4, 64, 64, 4), Tile(2, 2, 4, 32, 32, 4)),
-        96: (Tile(4, 2, 4, 32, 32, 6), Tile(2, 2, 4, 16, 16, 6)),
-        128: (Tile(4, 2, 4, 32, 32, 8), Tile(2, 1, 4, 16, 16, 8)),
-        192: (Tile(4, 1, 4, 32, 32, 4), Tile(2, 1, 4, 16, 16, 4), Tile(1, 1, 4, 16, 16, 4)),
-        256: (Tile(4, 1, 4, 32, 32, 4), Tile(2, 1, 4, 16, 16, 4)),
+        32: (Tile(4, 2, 4, 64, 64), Tile(2, 2, 4, 32, 32)),
+        64: (Tile(4, 2, 4, 64, 64), Tile(2, 2, 4, 32, 32)),
+        96: (Tile(4, 2, 4, 32, 32), Tile(2, 2, 4, 16, 16)),
+        128: (Tile(4, 2, 4, 32, 32), Tile(2, 1, 4, 16, 16)),
+        192: (Tile(4, 1, 4, 32, 32), Tile(2, 1, 4, 16, 16), Tile(1, 1, 4, 16, 16)),
+        256: (Tile(4, 1, 4, 32, 32), Tile(2, 1, 4, 16, 16)),
     },
 }
+#: Outputs of a row that a thread sums up at a time, by class of head_dim_v: all where there are registers.
+CHUNKS = {32: 2, 64: 4, 96: 6, 128: 8, 192: 4, 256: 4}
+
+
+#: Dynamic shared memory of a block by architecture, for `variants`.
+_SHARED_BYTES = {75: 65536, 80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
+#: Spills lie before and after the loops over a tile, where masks and terms are looked at.
+_SPILL_BYTES = 1024
 
 
 def class_of(width: int) -> int | None:
@@ -73,18 +86,21 @@ def class_of(width: int) -> int | None:
     return next((c for c in CLASSES if width <= c), None)
 
 
-def shared_bytes(tile: Tile, real: str, dim: int, dim_v: int, *, paged: bool, scaled: bool, spans: bool) -> int:
+def shared_bytes(
+    tile: Tile, real: str, dim: int, dim_v: int, *, paged: bool, scaled: bool, spans: bool
+) -> int:
     """Return the dynamic shared memory of a block, as forward_fma.cu lays it out."""
     size = 8 if real == "double" else 4
     groups = 2 * tile.warps
     queries = tile.rows * dim * size + 16 * groups
-    keys = tile.keys * (dim * size + 16)
-    values = tile.keys * dim_v * size
+    keys = tile.stages * tile.keys * (dim * size + 16)
+    values = tile.stages * tile.keys * dim_v * size
     weights = tile.rows * tile.part * size + 64 * groups
     factors = 4 * tile.keys * size if paged or scaled else 0
+    zeros = tile.thread_rows * CHUNKS[dim_v] * size
     offsets = 4 * tile.keys * 8 if paged else 0
     ends = 2 * tile.rows * 8 if spans else 0
-    return queries + keys + values + weights + factors + offsets + ends
+    return queries + keys + values + weights + factors + zeros + offsets + ends
 
 
 def _chosen(problem: Problem) -> tuple[Tile, int, int, int] | None:
@@ -93,19 +109,13 @@ def _chosen(problem: Problem) -> tuple[Tile, int, int, int] | None:
     if dim is None or dim_v is None:
         return None
     for tile in TILES[problem.real][max(dim, dim_v)]:
-        fitting = tile._replace(chunk=_chunk(tile, dim_v, max(dim, dim_v)))
         needed = shared_bytes(
-            fitting, problem.real, dim, dim_v,
+            tile, problem.real, dim, dim_v,
             paged=bool(problem.page_size), scaled=problem.scaled, spans=problem.spans,
         )  # fmt: skip
-        if needed <= problem.shared_bytes:
-            return fitting, dim, dim_v, needed
+        if needed + _STATIC_BYTES <= problem.shared_bytes:
+            return tile, dim, dim_v, needed
     return None
-
-
-def _chunk(tile: Tile, dim_v: int, widest: int) -> int:
-    """Return the chunk of a tile made for another class of head_dim_v: all of a narrower one's outputs."""
-    return tile.chunk if dim_v == widest else min(dim_v // _COLUMNS, 8 if dim_v % 128 == 0 else 4 if dim_v % 64 == 0 else 6)
 
 
 def takes(problem: Problem) -> bool:
@@ -134,7 +144,8 @@ def _defines(
         "PF_THREAD_ROWS": tile.thread_rows,
         "PF_KEYS": tile.keys,
         "PF_PART": tile.part,
-        "PF_CHUNK": tile.chunk,
+        "PF_CHUNK": CHUNKS[dim_v],
+        "PF_STAGES": tile.stages,
         "PF_DIM": dim,
         "PF_DIM_V": dim_v,
         "PF_Q_TYPE": q,
@@ -195,32 +206,33 @@ def plan(problem: Problem) -> Plan | None:
 
 def variants() -> Iterator[Variant]:
     """Yield a covering set: every class and tile, and each option of the class most used."""
-    every = (75, 80, 86, 89, 90, 100, 120)
     everything = sum(TERMS.values()) - TERMS["score_mod"] - TERMS["mask_mod"]
 
     def variant(
-        tile: Tile, real: str, dim: int, dim_v: int, kv: str, *, q: str | None = None, vector: bool = True,
+        tile: Tile, real: str, dim: int, kv: str, *, q: str | None = None, vector: bool = True,
         paged: bool = False, scaled: bool = False, spans: bool = True, fold: bool = True, terms: int = 0,
     ) -> Variant:  # fmt: skip
         q = q or ("float64" if real == "double" else "float32")
         defines = _defines(
-            tile, real, dim, dim_v, (q, kv, "bfloat16" if q.startswith("float8") else q), vector=vector, paged=paged,
-            scaled=scaled, spans=spans, fold=fold and real == "float", terms=terms,
+            tile, real, dim, dim, (q, kv, q), vector=vector, paged=paged, scaled=scaled, spans=spans,
+            fold=fold and real == "float", terms=terms,
         )  # fmt: skip
-        return Variant(Source("forward_fma.cu", "pf_forward_fma", defines), every)
+        smallest = shared_bytes(tile, real, dim, dim, paged=paged, scaled=scaled, spans=spans) + _STATIC_BYTES
+        architectures = tuple(sm for sm, limit in _SHARED_BYTES.items() if smallest <= limit)
+        return Variant(Source("forward_fma.cu", "pf_forward_fma", defines), architectures, _SPILL_BYTES)
 
     for real, classes in TILES.items():
         same = "float64" if real == "double" else "float32"
         for dim, tiles in classes.items():
             for tile in tiles:
-                yield variant(tile, real, dim, dim, same)
+                yield variant(tile, real, dim, same)
         tile = TILES[real][128][0]
-        yield variant(tile, real, 128, 128, same, spans=False)
-        yield variant(tile, real, 128, 128, same, vector=False)
-        yield variant(tile, real, 128, 128, same, paged=True)
-        yield variant(tile, real, 128, 128, same, fold=False)
-        yield variant(tile, real, 128, 128, same, fold=False, terms=everything)
+        yield variant(tile, real, 128, same, spans=False)
+        yield variant(tile, real, 128, same, vector=False)
+        yield variant(tile, real, 128, same, paged=True)
+        yield variant(tile, real, 128, same, fold=False)
+        yield variant(tile, real, 128, same, fold=False, terms=everything)
     tile = TILES["float"][128][0]
     for q in ("float32", "float16", "bfloat16"):
         for kv in ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8", "int4"):
-            yield variant(tile, "float", 128, 128, kv, q=q, paged=True, scaled=kv[0] == "i")
+            yield variant(tile, "float", 128, kv, q=q, paged=True, scaled=kv[0] == "i")

@@ -1,11 +1,13 @@
-/* Prefill on the ordinary arithmetic units, in float32 or float64: every type, every option, widths up to 256.
+/* Prefill on the ordinary arithmetic units, in float32 or float64: every type, every option, widths up to
+ * 256.
  *
- * A block has PF_ROWS query rows and walks over tiles of PF_KEYS keys. Keys and values lie in shared memory as
- * they lie in their arrays, a row a key: along head_dim for scores, along head_dim_v for outputs a thread reads
- * 16 bytes at a time and needs no transposed copy. A warp has 2 * PF_THREAD_ROWS rows and all keys of a tile:
- * lane 16 g + c has rows g * PF_THREAD_ROWS + r, scores of keys c + 16 j, and outputs of c's columns. So row
- * maxima are found inside a half warp, weights go through shared memory that is the warp's own, and the block
- * waits for itself twice a tile only: keys arrive while values are multiplied, values while scores are.
+ * A block has PF_ROWS query rows and walks over tiles of PF_KEYS keys. Keys and values lie in shared memory
+ * as they lie in their arrays, a row a key: along head_dim for scores, along head_dim_v for outputs a thread
+ * reads 16 bytes at a time and needs no transposed copy. A warp has 2 * PF_THREAD_ROWS rows and all keys of a
+ * tile: lane 16 g + c has rows g * PF_THREAD_ROWS + r, scores of keys c + 16 j, and outputs of c's columns.
+ * So row maxima are found inside a half warp, weights go through shared memory that is the warp's own, and
+ * the block waits for itself once a tile, which has come while the one before was worked on; where there is
+ * room for one tile only, twice: then keys come while values are multiplied, values while scores are.
  *
  * Tiles begin at multiples of PF_KEYS from key 0, and the sums of a tile begin at zero: bits depend on
  * positions, and there is no chain of additions over all keys. */
@@ -13,33 +15,25 @@
 
 /* Constants of a variant, by gpu/_forward_fma.py. */
 #ifndef PF_WARPS
-#define PF_WARPS 4         /* of a block */
-#define PF_MIN_BLOCKS 2    /* per multiprocessor */
-#define PF_THREAD_ROWS 8   /* query rows of a thread */
-#define PF_KEYS 64         /* of a tile */
-#define PF_PART 32         /* keys whose weights are in shared memory at a time */
-#define PF_CHUNK 8         /* outputs of a row that a thread sums up at a time */
-#define PF_DIM 128         /* head_dim rounded up to a class, and head_dim_v */
+#define PF_WARPS 4       /* of a block */
+#define PF_MIN_BLOCKS 2  /* per multiprocessor */
+#define PF_THREAD_ROWS 8 /* query rows of a thread */
+#define PF_KEYS 64       /* of a tile */
+#define PF_PART 32       /* keys whose weights are in shared memory at a time */
+#define PF_CHUNK 8       /* outputs of a row that a thread sums up at a time */
+#define PF_STAGES 2      /* tiles of keys and values in shared memory */
+#define PF_DIM 128       /* head_dim rounded up to a class, and head_dim_v */
 #define PF_DIM_V 128
 #define PF_Q_TYPE PF_F32
 #define PF_KV_TYPE PF_F32
 #define PF_OUT_TYPE PF_F32
-#define PF_VECTOR 1        /* rows are contiguous and aligned to 16 bytes, widths are multiples of 16 bytes */
+#define PF_VECTOR 1 /* rows are contiguous and aligned to 16 bytes, widths are multiples of 16 bytes */
 #define PF_PAGED 0
 #define PF_SCALED 0
-#define PF_SPANS 0         /* not every row sees every key */
-#define PF_FOLD 1          /* scores are q.k times a positive factor: log2(e) goes into it */
+#define PF_SPANS 0 /* not every row sees every key */
+#define PF_FOLD 1  /* scores are q.k times a positive factor: log2(e) goes into it */
 #endif
 
-#ifndef PF_STEP_OF_DIMS
-#define PF_STEP_OF_DIMS 16
-#endif
-#ifndef PF_UNROLL_KEYS
-#define PF_UNROLL_KEYS 2
-#endif
-#ifndef PF_UNROLL_LOADS
-#define PF_UNROLL_LOADS 8
-#endif
 enum {
     PF_THREADS = 32 * PF_WARPS,
     PF_WARP_ROWS = 2 * PF_THREAD_ROWS,
@@ -47,33 +41,36 @@ enum {
     PF_COLUMNS = 16, /* lanes that share a row */
     PF_VEC = 16 / sizeof(pf_real),
     PF_THREAD_KEYS = PF_KEYS / PF_COLUMNS,
+    PF_ZEROS = PF_THREAD_ROWS * PF_CHUNK,
     PF_PARTS = PF_KEYS / PF_PART,
     PF_THREAD_DIMS = PF_DIM_V / PF_COLUMNS,
     PF_DIM_VEC = PF_THREAD_DIMS % PF_VEC == 0 ? PF_VEC : 2, /* outputs side by side */
-    PF_DIM_STEP = PF_STEP_OF_DIMS, /* head_dim is multiplied in steps of */
+    PF_DIM_STEP = 16,                                       /* head_dim is multiplied in steps of */
     /* Is anything done to scores beside a factor? Are keys hidden by what is no span? */
     PF_HIDES = PF_HAS(MASK) || PF_HAS(BIAS) || PF_HAS(TREE) || PF_HAS(MASK_MOD),
     PF_TABLE = PF_PAGED || PF_SCALED,
     /* Copied as they are, without passing through registers. */
     PF_ASYNC = PF_VECTOR && !PF_SCALED &&
-               (int)PF_KV_TYPE == (sizeof(pf_real) == 4 ? (int)PF_F32 : (int)PF_F64),
+        (int)PF_KV_TYPE == (sizeof(pf_real) == 4 ? (int)PF_F32 : (int)PF_F64),
     PF_SIDES = PF_SPANS ? PF_NUM_SIDES : 1,
 };
+static_assert(PF_STAGES == 1 || PF_STAGES == 2, "one tile, or one that comes while another is used");
 static_assert(PF_KEYS % PF_PART == 0 && PF_PART % PF_COLUMNS == 0, "parts are whole columns");
 static_assert(PF_THREAD_DIMS % PF_CHUNK == 0 && PF_CHUNK % PF_DIM_VEC == 0, "chunks are whole vectors");
 static_assert(PF_PARTS == 1 || PF_CHUNK == PF_THREAD_DIMS, "weights of one part are used once");
 
-/* Where things lie in shared memory, counted in numbers. Pads and skews keep the addresses that the lanes of a
- * warp read at once in different banks. */
+/* Where things lie in shared memory, counted in numbers. Pads and skews keep the addresses that the lanes of
+ * a warp read at once in different banks. */
 enum {
     PF_K_PITCH = PF_DIM + PF_VEC,
     PF_P_SKEW = 64 / sizeof(pf_real),
     PF_Q_PLACE = 0,
     PF_K_PLACE = PF_Q_PLACE + PF_ROWS * PF_DIM + PF_ROWS / PF_THREAD_ROWS * PF_VEC,
-    PF_V_PLACE = PF_K_PLACE + PF_KEYS * PF_K_PITCH,
-    PF_P_PLACE = PF_V_PLACE + PF_KEYS * PF_DIM_V,
+    PF_V_PLACE = PF_K_PLACE + PF_STAGES * PF_KEYS * PF_K_PITCH,
+    PF_P_PLACE = PF_V_PLACE + PF_STAGES * PF_KEYS * PF_DIM_V,
     PF_FACTOR_PLACE = PF_P_PLACE + PF_ROWS * PF_PART + PF_ROWS / PF_THREAD_ROWS * PF_P_SKEW,
-    PF_NUMBERS = PF_FACTOR_PLACE + (PF_TABLE ? 4 * PF_KEYS : 0),
+    PF_ZERO_PLACE = PF_FACTOR_PLACE + (PF_TABLE ? 4 * PF_KEYS : 0),
+    PF_NUMBERS = PF_ZERO_PLACE + PF_ZEROS,
 };
 struct pf_span32 {
     int32_t lo, hi;
@@ -151,7 +148,8 @@ template <int TYPE> PF_DEVICE pf_vector<PF_VEC> pf_load(const char *row, int d, 
     return to;
 }
 
-/* How the threads of a block share rows of DIMS numbers: LANES neighbours a row, `VECTORS` of 16 bytes each. */
+/* How the threads of a block share rows of DIMS numbers: LANES neighbours a row, `VECTORS` of 16 bytes each.
+ */
 template <int DIMS> struct pf_shares {
     static constexpr int ALL = DIMS / PF_VEC;
     static constexpr int LANES = ALL % 32 == 0 ? 32 : ALL % 16 == 0 ? 16 : 8;
@@ -171,8 +169,9 @@ PF_DEVICE void pf_load_queries(const pf_call &call, const pf_sequence &s, int64_
     const int lane = threadIdx.x % shares::LANES, dims = (int)call.head_dim;
     pf_real factor = 1;
     if (call.q_scale.data)
-        factor = (pf_real)pf_number_at(call.q_scale, s.index * call.q_scale.stride_batch +
-                                                         pf_quotient(head, s.group) * call.q_scale.stride_head);
+        factor =
+            (pf_real)pf_number_at(call.q_scale, s.index * call.q_scale.stride_batch +
+                                                    pf_quotient(head, s.group) * call.q_scale.stride_head);
     for (int row = threadIdx.x / shares::LANES; row < PF_ROWS; row += shares::ROWS) {
         const char *from = pf_place(call.q, pf_query_offset(call.q, s, head, first + row));
 #pragma unroll
@@ -192,19 +191,23 @@ PF_DEVICE void pf_load_queries(const pf_call &call, const pf_sequence &s, int64_
 /* Rows of k (WHICH 0) or v (1) from key `first` on. Keys past the length become 0. */
 template <int WHICH, int DIMS, int PITCH>
 PF_DEVICE void pf_load_keys(const pf_call &call, const pf_tensor &t, const pf_sequence &s, int64_t kv_head,
-                            int first, int parity, const pf_shared &shared, pf_real *to) {
+                            int first, int parity, const pf_shared &shared) {
     typedef pf_shares<DIMS> shares;
+    pf_real *to = shared.numbers + (WHICH ? PF_V_PLACE : PF_K_PLACE) + parity % PF_STAGES * PF_KEYS * PITCH;
     const int lane = threadIdx.x % shares::LANES, row = threadIdx.x / shares::LANES;
     const int dims = (int)(WHICH ? call.head_dim_v : call.head_dim), left = (int)s.mask.num_keys - first;
     const int64_t step = shares::ROWS * t.stride_token * pf_dtype_size(PF_KV_TYPE);
     const char *from = (const char *)t.data;
     if (!PF_PAGED)
-        from += (kv_head * t.stride_head + s.kv_batch * t.stride_batch + (s.kv_token + first + row) * t.stride_token) *
+        from += (kv_head * t.stride_head + s.kv_batch * t.stride_batch +
+                 (s.kv_token + first + row) * t.stride_token) *
                 pf_dtype_size(PF_KV_TYPE);
     to += row * PITCH;
-#pragma unroll PF_UNROLL_LOADS
-    for (int pass = 0; pass < PF_KEYS / shares::ROWS; pass++) {
+#pragma unroll 8
+    for (int pass = 0; pass < (PF_KEYS + shares::ROWS - 1) / shares::ROWS; pass++) {
         const int key = row + pass * shares::ROWS;
+        if (PF_KEYS % shares::ROWS && key >= PF_KEYS)
+            continue;
         const bool valid = key < left;
         const char *place = from + pass * step;
         if (PF_PAGED)
@@ -223,8 +226,7 @@ PF_DEVICE void pf_load_keys(const pf_call &call, const pf_tensor &t, const pf_se
             if (valid)
                 x = pf_load<PF_KV_TYPE>(place, d, dims, t.stride_dim);
             if (PF_SCALED) {
-                const pf_real factor =
-                    shared.numbers[PF_FACTOR_PLACE + (2 * parity + WHICH) * PF_KEYS + key];
+                const pf_real factor = shared.numbers[PF_FACTOR_PLACE + (2 * parity + WHICH) * PF_KEYS + key];
 #pragma unroll
                 for (int e = 0; e < PF_VEC; e++)
                     x.x[e] *= factor;
@@ -237,8 +239,8 @@ PF_DEVICE void pf_load_keys(const pf_call &call, const pf_tensor &t, const pf_se
 }
 
 /* Where the keys of a tile lie and what they are multiplied by. */
-PF_DEVICE void pf_fill_table(const pf_call &call, const pf_sequence &s, int64_t kv_head, int first, int parity,
-                             const pf_shared &shared) {
+PF_DEVICE void pf_fill_table(const pf_call &call, const pf_sequence &s, int64_t kv_head, int first,
+                             int parity, const pf_shared &shared) {
     for (int key = threadIdx.x; key < PF_KEYS; key += PF_THREADS) {
         const int64_t j = first + key;
         const bool valid = j < s.mask.num_keys;
@@ -257,6 +259,22 @@ PF_DEVICE void pf_fill_table(const pf_call &call, const pf_sequence &s, int64_t 
 
 /* --- the two products --- */
 
+/* What a thread multiplies at a time: PF_VEC numbers of each of its rows and keys. */
+struct pf_operands {
+    pf_vector<PF_VEC> query[PF_THREAD_ROWS], key[PF_THREAD_KEYS];
+};
+
+PF_DEVICE void pf_read_operands(const pf_real *q, const pf_real *k, int d, pf_operands &x) {
+#pragma unroll
+    for (int j = 0; j < PF_THREAD_KEYS; j++)
+        x.key[j] = pf_read<PF_VEC>(k + j * PF_COLUMNS * PF_K_PITCH + d);
+#pragma unroll
+    for (int r = 0; r < PF_THREAD_ROWS; r++)
+        x.query[r] = pf_read<PF_VEC>(q + r * PF_DIM + d);
+}
+
+/* Operands are read one step ahead, so that nobody waits for them. Rows are gone through to and fro: a key
+ * that two multiplications in a row share is read from the registers once. */
 PF_DEVICE void pf_multiply_keys(const pf_real *q, const pf_real *k, int dims,
                                 pf_real (&scores)[PF_THREAD_ROWS][PF_THREAD_KEYS]) {
 #pragma unroll
@@ -264,47 +282,84 @@ PF_DEVICE void pf_multiply_keys(const pf_real *q, const pf_real *k, int dims,
 #pragma unroll
         for (int j = 0; j < PF_THREAD_KEYS; j++)
             scores[r][j] = 0;
+    pf_operands x[2];
+    pf_read_operands(q, k, 0, x[0]);
 #pragma unroll 1
-    for (int d = 0; d < dims; d += PF_DIM_STEP) {
+    for (int first = 0; first < dims; first += PF_DIM_STEP) {
+        const int after = first + PF_DIM_STEP < dims ? first + PF_DIM_STEP : 0;
 #pragma unroll
-        for (int step = 0; step < PF_DIM_STEP; step += PF_VEC) {
-            pf_vector<PF_VEC> key[PF_THREAD_KEYS];
+        for (int step = 0; step < PF_DIM_STEP / PF_VEC; step++) {
+            pf_read_operands(q, k, step + 1 < PF_DIM_STEP / PF_VEC ? first + (step + 1) * PF_VEC : after,
+                             x[(step + 1) % 2]);
+            const pf_operands &now = x[step % 2];
 #pragma unroll
-            for (int j = 0; j < PF_THREAD_KEYS; j++)
-                key[j] = pf_read<PF_VEC>(k + j * PF_COLUMNS * PF_K_PITCH + d + step);
+            for (int e = 0; e < PF_VEC; e++)
 #pragma unroll
-            for (int r = 0; r < PF_THREAD_ROWS; r++) {
-                const pf_vector<PF_VEC> query = pf_read<PF_VEC>(q + r * PF_DIM + d + step);
+                for (int r = 0; r < PF_THREAD_ROWS; r++)
 #pragma unroll
-                for (int e = 0; e < PF_VEC; e++)
-#pragma unroll
-                    for (int j = 0; j < PF_THREAD_KEYS; j++)
-                        scores[r][j] = fma(query.x[e], key[j].x[e], scores[r][j]);
-            }
+                    for (int i = 0; i < PF_THREAD_KEYS; i++) {
+                        const int j = r & 1 ? PF_THREAD_KEYS - 1 - i : i;
+                        scores[r][j] = fma(now.query[r].x[e], now.key[j].x[e], scores[r][j]);
+                    }
         }
     }
 }
 
-/* Adds the values of one part to the sums of PF_CHUNK outputs of each row. */
+/* Sums begin at zeros that are read from shared memory: so number c of a row gets a register of the other
+ * bank than number c of a vector of values, for vectors lie in aligned registers; a multiplication that reads
+ * two registers of one bank takes longer. */
+template <int N> PF_DEVICE void pf_zero_sums(const pf_real *zeros, pf_real (&sums)[PF_THREAD_ROWS][N]) {
+#pragma unroll
+    for (int r = 0; r < PF_THREAD_ROWS; r++)
+#pragma unroll
+        for (int c = 0; c < N; c += 2)
+            if (PF_VEC == 2 || N % 4) {
+                sums[r][c] = 0;
+                sums[r][c + 1] = 0;
+            } else if (c % 4 == 0) {
+                const pf_vector<4> z = pf_read<4>(zeros + r * N + c);
+                sums[r][c] = z.x[1];
+                sums[r][c + 1] = z.x[0];
+                sums[r][c + 2] = z.x[3];
+                sums[r][c + 3] = z.x[2];
+            }
+}
+
+PF_DEVICE void pf_read_values(const pf_real *v, pf_real (&value)[PF_CHUNK]) {
+#pragma unroll
+    for (int c = 0; c < PF_CHUNK; c += PF_DIM_VEC) {
+        const pf_vector<PF_DIM_VEC> some = pf_read<PF_DIM_VEC>(v + c * PF_COLUMNS);
+#pragma unroll
+        for (int x = 0; x < PF_DIM_VEC; x++)
+            value[c + x] = some.x[x];
+    }
+}
+
+/* Adds the values of one part to the sums of PF_CHUNK outputs of each row. Values are read one key ahead, the
+ * weights of a row as soon as its last ones have been used. */
 PF_DEVICE void pf_multiply_values(const pf_real *p, const pf_real *v,
                                   pf_real (&sums)[PF_THREAD_ROWS][PF_CHUNK]) {
-#pragma unroll PF_UNROLL_KEYS
-    for (int key = 0; key < PF_PART; key += PF_VEC) {
-        pf_vector<PF_VEC> weight[PF_THREAD_ROWS];
+    pf_vector<PF_VEC> weight[PF_THREAD_ROWS];
+    pf_real value[2][PF_CHUNK];
+    pf_read_values(v, value[0]);
 #pragma unroll
-        for (int r = 0; r < PF_THREAD_ROWS; r++)
-            weight[r] = pf_read<PF_VEC>(p + r * PF_PART + key);
+    for (int r = 0; r < PF_THREAD_ROWS; r++)
+        weight[r] = pf_read<PF_VEC>(p + r * PF_PART);
+#pragma unroll 2
+    for (int key = 0; key < PF_PART; key += PF_VEC) {
+        const int after = key + PF_VEC < PF_PART ? key + PF_VEC : 0;
 #pragma unroll
         for (int e = 0; e < PF_VEC; e++) {
+            pf_read_values(v + (e + 1 < PF_VEC ? key + e + 1 : after) * PF_DIM_V, value[(e + 1) % 2]);
 #pragma unroll
-            for (int c = 0; c < PF_CHUNK; c += PF_DIM_VEC) {
-                const pf_vector<PF_DIM_VEC> value = pf_read<PF_DIM_VEC>(
-                    v + (key + e) * PF_DIM_V + c * PF_COLUMNS);
+            for (int r = 0; r < PF_THREAD_ROWS; r++) {
 #pragma unroll
-                for (int r = 0; r < PF_THREAD_ROWS; r++)
-#pragma unroll
-                    for (int x = 0; x < PF_DIM_VEC; x++)
-                        sums[r][c + x] = fma(weight[r].x[e], value.x[x], sums[r][c + x]);
+                for (int i = 0; i < PF_CHUNK; i++) {
+                    const int c = r & 1 ? PF_CHUNK - 1 - i : i;
+                    sums[r][c] = fma(weight[r].x[e], value[e % 2][c], sums[r][c]);
+                }
+                if (e == PF_VEC - 1)
+                    weight[r] = pf_read<PF_VEC>(p + r * PF_PART + after);
             }
         }
     }
@@ -312,8 +367,8 @@ PF_DEVICE void pf_multiply_values(const pf_real *p, const pf_real *v,
 
 /* --- the state --- */
 
-/* Of a thread's rows. m is the same in the lanes of a row, l is the sum over the lane's own keys. Where PF_FOLD,
- * m counts in units of log2. */
+/* Of a thread's rows. m is the same in the lanes of a row, l is the sum over the lane's own keys. Where
+ * PF_FOLD, m counts in units of log2. */
 struct pf_rows {
     pf_real m[PF_THREAD_ROWS], l[PF_THREAD_ROWS];
     pf_real o[PF_THREAD_ROWS][PF_THREAD_DIMS];
@@ -368,9 +423,10 @@ PF_DEVICE void pf_weigh(const pf_call &call, unsigned seen, pf_rows &rows, pf_re
 }
 
 /* Products to final scores, those of hidden keys to -inf. Returns which rows see a key. */
-PF_DEVICE unsigned pf_finish_scores(const pf_call &call, const pf_sequence &s, int64_t head, int64_t first_row,
-                                    int last_row, int row, int first_key, const pf_span32 *spans,
-                                    pf_span32 same, pf_real (&scores)[PF_THREAD_ROWS][PF_THREAD_KEYS]) {
+PF_DEVICE unsigned pf_finish_scores(const pf_call &call, const pf_sequence &s, int64_t head,
+                                    int64_t first_row, int last_row, int row, int first_key,
+                                    const pf_span32 *spans, pf_span32 same,
+                                    pf_real (&scores)[PF_THREAD_ROWS][PF_THREAD_KEYS]) {
     unsigned rows_seen = 0;
 #pragma unroll
     for (int r = 0; r < PF_THREAD_ROWS; r++) {
@@ -407,8 +463,9 @@ template <int TYPE> PF_DEVICE void pf_store_vector(char *to, const pf_vector<PF_
 #pragma unroll
         for (int e = 0; e < PF_DIM_VEC; e += 2) {
             const float low = (float)x.x[e], high = (float)x.x[e + 1];
-            ((uint32_t *)to)[e / 2] = TYPE == PF_F16 ? (uint32_t)pf_to_f16(low) | (uint32_t)pf_to_f16(high) << 16
-                                                     : (uint32_t)pf_to_bf16(low) | (uint32_t)pf_to_bf16(high) << 16;
+            ((uint32_t *)to)[e / 2] = TYPE == PF_F16
+                                          ? (uint32_t)pf_to_f16(low) | (uint32_t)pf_to_f16(high) << 16
+                                          : (uint32_t)pf_to_bf16(low) | (uint32_t)pf_to_bf16(high) << 16;
         }
     }
 }
@@ -547,9 +604,10 @@ PF_DEVICE void pf_forward_rows(const pf_call &call, const pf_sequence &s, int64_
     pf_span32 any[PF_SIDES];
 #pragma unroll
     for (int side = 0; side < PF_SIDES; side++)
-        any[side] = PF_SPANS ? pf_narrowed(pf_visible_to_any(&s.mask, first_row, first_row + num_rows - 1, side),
-                                           lo, hi)
-                             : same;
+        any[side] =
+            PF_SPANS
+                ? pf_narrowed(pf_visible_to_any(&s.mask, first_row, first_row + num_rows - 1, side), lo, hi)
+                : same;
     pf_tile tile = {0, any[0].lo / PF_KEYS * PF_KEYS};
     pf_skip(tile, any);
     if (PF_SPANS)
@@ -572,9 +630,11 @@ PF_DEVICE void pf_forward_rows(const pf_call &call, const pf_sequence &s, int64_
     }
 
     int parity = 0;
-    if (tile.side < PF_SIDES)
-        pf_load_keys<0, PF_DIM, PF_K_PITCH>(call, call.k, s, kv_head, tile.first, parity, shared,
-                                            numbers + PF_K_PLACE);
+    if (tile.side < PF_SIDES) {
+        pf_load_keys<0, PF_DIM, PF_K_PITCH>(call, call.k, s, kv_head, tile.first, 0, shared);
+        if (PF_STAGES == 2)
+            pf_load_keys<1, PF_DIM_V, PF_DIM_V>(call, call.v, s, kv_head, tile.first, 0, shared);
+    }
     while (tile.side < PF_SIDES) {
         pf_tile next = {tile.side, tile.first + PF_KEYS};
         pf_skip(next, any);
@@ -588,14 +648,22 @@ PF_DEVICE void pf_forward_rows(const pf_call &call, const pf_sequence &s, int64_
 
         if (PF_ASYNC)
             pf_cp_async_wait<0>();
-        __syncthreads(); /* the keys have come, and nobody reads the values of the last tile any more */
-        pf_load_keys<1, PF_DIM_V, PF_DIM_V>(call, call.v, s, kv_head, tile.first, parity, shared,
-                                            numbers + PF_V_PLACE);
+        __syncthreads(); /* this tile has come, and nobody reads the last one any more */
         if (PF_TABLE && next.side < PF_SIDES)
             pf_fill_table(call, s, kv_head, next.first, parity ^ 1, shared);
+        if (PF_STAGES == 1)
+            pf_load_keys<1, PF_DIM_V, PF_DIM_V>(call, call.v, s, kv_head, tile.first, parity, shared);
+        else if (next.side < PF_SIDES) {
+            if (PF_TABLE)
+                __syncthreads();
+            pf_load_keys<0, PF_DIM, PF_K_PITCH>(call, call.k, s, kv_head, next.first, parity ^ 1, shared);
+            pf_load_keys<1, PF_DIM_V, PF_DIM_V>(call, call.v, s, kv_head, next.first, parity ^ 1, shared);
+        }
+        const pf_real *const k = numbers + PF_K_PLACE + parity % PF_STAGES * PF_KEYS * PF_K_PITCH;
+        const pf_real *const v = numbers + PF_V_PLACE + parity % PF_STAGES * PF_KEYS * PF_DIM_V;
         pf_real scores[PF_THREAD_ROWS][PF_THREAD_KEYS], alpha[PF_THREAD_ROWS];
         if (works) {
-            pf_multiply_keys(numbers + pf_q_row(row), numbers + PF_K_PLACE + column * PF_K_PITCH,
+            pf_multiply_keys(numbers + pf_q_row(row), k + column * PF_K_PITCH,
                              (int)pf_round_up(call.head_dim, PF_DIM_STEP), scores);
             unsigned seen = ~0u;
             if (PF_HIDES || !PF_FOLD || tests)
@@ -603,26 +671,22 @@ PF_DEVICE void pf_forward_rows(const pf_call &call, const pf_sequence &s, int64_
                                         spans, same, scores);
             pf_weigh(call, seen, rows, alpha, scores);
         }
-        if (PF_ASYNC)
-            pf_cp_async_wait<0>();
-        __syncthreads(); /* the values have come, and nobody reads the keys any more */
+        if (PF_STAGES == 1) {
+            if (PF_ASYNC)
+                pf_cp_async_wait<0>();
+            __syncthreads(); /* the values have come, and nobody reads the keys any more */
+            if (next.side < PF_SIDES)
+                pf_load_keys<0, PF_DIM, PF_K_PITCH>(call, call.k, s, kv_head, next.first, parity ^ 1, shared);
+        }
         parity ^= 1;
-        if (next.side < PF_SIDES)
-            pf_load_keys<0, PF_DIM, PF_K_PITCH>(call, call.k, s, kv_head, next.first, parity, shared,
-                                                numbers + PF_K_PLACE);
         tile = next;
         if (!works)
             continue;
         pf_real *const p = numbers + pf_p_row(row);
-        const pf_real *const v = numbers + PF_V_PLACE + column * PF_DIM_VEC;
         pf_real sums[PF_THREAD_ROWS][PF_CHUNK];
 #pragma unroll
         for (int chunk = 0; chunk < PF_THREAD_DIMS / PF_CHUNK; chunk++) {
-#pragma unroll
-            for (int r = 0; r < PF_THREAD_ROWS; r++)
-#pragma unroll
-                for (int c = 0; c < PF_CHUNK; c++)
-                    sums[r][c] = 0;
+            pf_zero_sums(numbers + PF_ZERO_PLACE, sums);
 #pragma unroll
             for (int part = 0; part < PF_PARTS; part++) {
                 if (chunk == 0) {
@@ -635,13 +699,16 @@ PF_DEVICE void pf_forward_rows(const pf_call &call, const pf_sequence &s, int64_
                                 scores[r][part * (PF_PART / PF_COLUMNS) + j];
                     __syncwarp();
                 }
-                pf_multiply_values(p, v + chunk * PF_CHUNK * PF_COLUMNS + part * PF_PART * PF_DIM_V, sums);
+                pf_multiply_values(
+                    p, v + column * PF_DIM_VEC + chunk * PF_CHUNK * PF_COLUMNS + part * PF_PART * PF_DIM_V,
+                    sums);
             }
 #pragma unroll
             for (int r = 0; r < PF_THREAD_ROWS; r++)
 #pragma unroll
                 for (int c = 0; c < PF_CHUNK; c++)
-                    rows.o[r][chunk * PF_CHUNK + c] = fma(rows.o[r][chunk * PF_CHUNK + c], alpha[r], sums[r][c]);
+                    rows.o[r][chunk * PF_CHUNK + c] =
+                        fma(rows.o[r][chunk * PF_CHUNK + c], alpha[r], sums[r][c]);
         }
     }
 
@@ -675,9 +742,11 @@ extern "C" __global__ void __launch_bounds__(PF_THREADS, PF_MIN_BLOCKS)
     shared.offsets = (int64_t *)(shared.numbers + PF_NUMBERS);
     shared.spans = (pf_span32 *)(shared.offsets + (PF_PAGED ? 4 * PF_KEYS : 0));
     if (PF_DIM > call.head_dim)
-        pf_clear<PF_DIM, PF_K_PITCH>(shared.numbers + PF_K_PLACE, PF_KEYS);
+        pf_clear<PF_DIM, PF_K_PITCH>(shared.numbers + PF_K_PLACE, PF_STAGES * PF_KEYS);
     if (PF_DIM_V > call.head_dim_v)
-        pf_clear<PF_DIM_V, PF_DIM_V>(shared.numbers + PF_V_PLACE, PF_KEYS);
+        pf_clear<PF_DIM_V, PF_DIM_V>(shared.numbers + PF_V_PLACE, PF_STAGES * PF_KEYS);
+    for (int i = threadIdx.x; i < PF_ZEROS; i += PF_THREADS)
+        shared.numbers[PF_ZERO_PLACE + i] = 0;
     for (int64_t block = item.row_block; block < blocks; block += call.row_blocks) {
         /* The blocks that see most come first. */
         const int64_t first_row = (call.causal ? blocks - 1 - block : block) * PF_ROWS;
