@@ -368,7 +368,7 @@ PF_DEVICE void pf_multiply_values(const pf_real *p, const pf_real *v,
 /* --- the state --- */
 
 /* Of a thread's rows. m is the same in the lanes of a row, l is the sum over the lane's own keys. Where
- * PF_FOLD, m counts in units of log2. */
+ * PF_FOLD, m is a maximum of products, before any scale: the weight of the largest is 1 exactly. */
 struct pf_rows {
     pf_real m[PF_THREAD_ROWS], l[PF_THREAD_ROWS];
     pf_real o[PF_THREAD_ROWS][PF_THREAD_DIMS];
@@ -405,16 +405,16 @@ PF_DEVICE void pf_weigh(const pf_call &call, unsigned seen, pf_rows &rows, pf_re
         for (int j = 1; j < PF_THREAD_KEYS; j++)
             top = pf_max_of(top, scores[r][j]);
         const pf_real floor = seen >> r & 1 ? pf_lowest<pf_real>() : -(pf_real)pf_infinity();
-        top = pf_max_of(rows.m[r], pf_max_of_row(pf_max_of(PF_FOLD ? top * factor : top, floor)));
+        top = pf_max_of(rows.m[r], pf_max_of_row(pf_max_of(top, floor)));
         const pf_real m = pf_floored(top);
         pf_real sum = 0;
         if (PF_FOLD)
-            alpha[r] = pf_exp2(pf_floored(rows.m[r]) - m);
+            alpha[r] = pf_exp2((pf_floored(rows.m[r]) - m) * factor);
         else
             alpha[r] = pf_rescaling(rows.m[r], top);
 #pragma unroll
         for (int j = 0; j < PF_THREAD_KEYS; j++) {
-            scores[r][j] = PF_FOLD ? pf_exp2(fma(scores[r][j], factor, -m)) : pf_weight(scores[r][j] - m);
+            scores[r][j] = PF_FOLD ? pf_exp2((scores[r][j] - m) * factor) : pf_weight(scores[r][j] - m);
             sum += scores[r][j];
         }
         rows.m[r] = top;
@@ -470,8 +470,9 @@ template <int TYPE> PF_DEVICE void pf_store_vector(char *to, const pf_vector<PF_
     }
 }
 
-PF_DEVICE double pf_natural(pf_real m) {
-    return PF_FOLD ? (double)m * PF_LN_2 : (double)m;
+/* A maximum in natural units; of rows that saw no key it stays -inf, whatever the scale. */
+PF_DEVICE double pf_natural(const pf_call &call, pf_real m) {
+    return PF_FOLD && m >= pf_lowest<pf_real>() ? (double)m * call.scale : (double)m;
 }
 
 /* Each of the first lanes of a row group takes a row: what is done once a row is done by one lane. */
@@ -494,7 +495,7 @@ PF_DEVICE unsigned pf_store_rows(const pf_call &call, const pf_sequence &s, int6
     const int group = threadIdx.x % 32 / PF_COLUMNS;
     pf_real m, l;
     pf_share_rows(rows, column, &m, &l);
-    const pf_real my_factor = (pf_real)pf_output_factor(pf_natural(m), (double)l, pf_sink_of(call, head));
+    const pf_real my_factor = (pf_real)pf_output_factor(pf_natural(call, m), (double)l, pf_sink_of(call, head));
     unsigned broken = 0;
 #pragma unroll
     for (int r = 0; r < PF_THREAD_ROWS; r++) {
@@ -533,7 +534,7 @@ PF_DEVICE unsigned pf_store_rows(const pf_call &call, const pf_sequence &s, int6
         }
     }
     if (column < PF_THREAD_ROWS && row + column < num_rows && !(broken >> column & 1))
-        pf_store_lse(call, s, head, first_row + row + column, pf_natural(m), (double)l);
+        pf_store_lse(call, s, head, first_row + row + column, pf_natural(call, m), (double)l);
     return broken;
 }
 
@@ -543,9 +544,9 @@ PF_DEVICE void pf_store_states(const pf_call &call, const pf_sequence &s, int64_
     pf_real m, l, my_factor = 1;
     pf_share_rows(rows, column, &m, &l);
     if (PF_FOLD && m > pf_lowest<pf_real>()) { /* what rounding takes from m goes to l and o */
-        const double folded = (double)m;
-        m = (pf_real)pf_natural(m);
-        my_factor = (pf_real)exp2(folded - (double)m * PF_LOG2_E);
+        const double natural = pf_natural(call, m);
+        m = pf_narrow(natural);
+        my_factor = (pf_real)exp(natural - (double)m);
     }
 #pragma unroll
     for (int r = 0; r < PF_THREAD_ROWS; r++) {
