@@ -18,16 +18,31 @@ PF_DEVICE pf_part pf_merged(const pf_part &a, const pf_part &b) {
     return {top, a.l * alpha + b.l * beta, a.o * alpha + b.o * beta};
 }
 
-/* Splits [first, first + PF_AT_ONCE) of output d. What is past the end is empty, which changes nothing: an odd
- * one passes up. */
-PF_DEVICE pf_part pf_merged_at_once(const pf_call &call, int64_t row, int64_t d, int64_t first, int64_t num_splits) {
+/* Where one output of all splits lies: what counts here is latency, so that addresses are sums. */
+struct pf_parts {
+    const pf_real *m, *l, *o;
+    int64_t step, o_step; /* from split to split */
+};
+
+PF_DEVICE pf_parts pf_get_parts(const pf_call &call, int64_t row, int64_t d) {
+    const int64_t rows = pf_num_state_rows(call);
+    return {pf_partial_m(call, 0, row), pf_partial_l(call, 0, row), pf_partial_o(call, 0, row) + d, rows,
+            rows * call.head_dim_v};
+}
+
+/* The next `left` splits, at most PF_AT_ONCE. What is past the end is empty, which changes nothing: an odd one
+ * passes up. */
+PF_DEVICE pf_part pf_merged_at_once(pf_parts &from, int64_t left) {
     pf_part parts[PF_AT_ONCE];
 #pragma unroll
     for (int i = 0; i < PF_AT_ONCE; i++) {
-        const bool there = first + i < num_splits;
-        parts[i].m = there ? *pf_partial_m(call, first + i, row) : -(pf_real)pf_infinity();
-        parts[i].l = there ? *pf_partial_l(call, first + i, row) : (pf_real)0;
-        parts[i].o = there ? pf_partial_o(call, first + i, row)[d] : (pf_real)0;
+        const bool there = i < left;
+        parts[i].m = there ? *from.m : -(pf_real)pf_infinity();
+        parts[i].l = there ? *from.l : (pf_real)0;
+        parts[i].o = there ? *from.o : (pf_real)0;
+        from.m += from.step;
+        from.l += from.step;
+        from.o += from.o_step;
     }
 #pragma unroll
     for (int width = 1; width < PF_AT_ONCE; width *= 2)
@@ -37,24 +52,19 @@ PF_DEVICE pf_part pf_merged_at_once(const pf_call &call, int64_t row, int64_t d,
     return parts[0];
 }
 
-/* All splits of output d. */
-PF_DEVICE pf_part pf_merged_splits(const pf_call &call, int64_t row, int64_t d, int64_t num_splits) {
-    if (num_splits <= PF_AT_ONCE)
-        return pf_merged_at_once(call, row, d, 0, num_splits);
+PF_DEVICE pf_part pf_merged_splits(pf_parts from, int64_t num_splits) {
     pf_part waiting[PF_TREE_DEPTH];
     int depth = 0;
-    for (int64_t first = 0; first < num_splits; first += PF_AT_ONCE) {
-        pf_part part = pf_merged_at_once(call, row, d, first, num_splits);
-        const bool last = first + PF_AT_ONCE >= num_splits;
+    for (int64_t number = 0, left = num_splits;; number++, left -= PF_AT_ONCE) {
+        pf_part part = pf_merged_at_once(from, left);
+        const bool last = left <= PF_AT_ONCE;
         /* Like the carries of a binary counter; at the end everything that waits is merged. */
-        int64_t carry = first / PF_AT_ONCE;
-        while (depth > 0 && ((carry & 1) || last)) {
+        for (int64_t carry = number; depth > 0 && ((carry & 1) || last); carry >>= 1)
             part = pf_merged(waiting[--depth], part);
-            carry >>= 1;
-        }
+        if (last)
+            return part;
         waiting[depth++] = part;
     }
-    return waiting[0];
 }
 
 PF_DEVICE void pf_combine_row(const pf_call &call, const pf_sequence &s, int64_t head, int64_t i) {
@@ -63,7 +73,7 @@ PF_DEVICE void pf_combine_row(const pf_call &call, const pf_sequence &s, int64_t
     char *out = pf_place(call.out, pf_query_offset(call.out, s, head, i));
     bool finite = true;
     for (int64_t d = threadIdx.x; d < call.head_dim_v; d += blockDim.x) {
-        const pf_part all = pf_merged_splits(call, row, d, num_splits);
+        const pf_part all = pf_merged_splits(pf_get_parts(call, row, d), num_splits);
         const double factor = pf_output_factor((double)all.m, (double)all.l, sink);
         const pf_real x = pf_finished(all.o, (pf_real)factor);
         finite &= pf_is_finite(x);
