@@ -20,10 +20,10 @@ KEYS = 16
 MAX_ROWS = 16
 #: Warps and stages of a block that are asked for first; less where shared memory does not hold them.
 WARPS, STAGES = 8, 6
-#: Blocks that share a multiprocessor.
-BLOCKS_PER_SM = 1
 #: Dims from which on values do not fit the registers of one warp, and the warps of a team that shares them.
 WIDEST, TEAM = 256, 4
+#: Blocks of a team that share a multiprocessor: one computes while the other waits at its barriers.
+TEAM_BLOCKS = 2
 #: Registers per lane that fragments of queries may take; others are read from shared memory each time.
 QUERY_REGISTERS = 64
 #: Keys of a split that never depends on the batch.
@@ -53,6 +53,7 @@ class Shape(NamedTuple):
     warps: int
     stages: int
     keys: int
+    blocks: int  # that share a multiprocessor
 
     @property
     def bits(self) -> int:
@@ -82,7 +83,10 @@ class Shape(NamedTuple):
     @property
     def keeps_queries(self) -> bool:
         """Whether fragments of queries stay in registers."""
-        return self.halves * self.k_dim // 16 * self.rows // 4 <= QUERY_REGISTERS
+        steps = -(-self.k_dim // 16 // self.team)
+        # Beside 256 outputs of eight rows the compiler spills more with them than it does with 16 rows.
+        crowded = self.v_dim // self.team > 128 and self.rows == 8
+        return self.halves * steps * self.rows // 4 <= QUERY_REGISTERS and not crowded
 
     @property
     def stage_bytes(self) -> int:
@@ -95,8 +99,9 @@ class Shape(NamedTuple):
         """Shared memory of a block."""
         streams = self.warps // self.team
         queries = self.halves * self.k_dim // 16 * 512 + 128
+        exchange = self.team * self.keys * 64 if self.team > 1 else 0
         states = 4 * streams * self.rows * (self.v_dim + 8 + 2)
-        return queries + max(streams * self.stages * self.stage_bytes, states)
+        return queries + exchange + max(streams * self.stages * self.stage_bytes, states)
 
     @property
     def source(self) -> Source:
@@ -120,7 +125,7 @@ class Shape(NamedTuple):
                 ("PF_TEAM_WARPS", str(self.team)),
                 ("PF_STAGES", str(self.stages)),
                 ("PF_KEEPS_QUERIES", str(int(self.keeps_queries))),
-                ("PF_BLOCKS_PER_SM", str(BLOCKS_PER_SM)),
+                ("PF_BLOCKS_PER_SM", str(self.blocks)),
             ),
         )
 
@@ -150,10 +155,10 @@ def shape_of(problem: Problem) -> Shape | None:
     paged = 0 if problem.page_size == 0 else 2 if problem.page_size % KEYS == 0 else 1
     shape = Shape(
         problem.head_dim, problem.head_dim_v, 8 if num_rows <= 8 else MAX_ROWS, problem.q_dtype, problem.kv_dtype,
-        problem.scaled, paged, _plan.term_bits(problem), WARPS, STAGES, KEYS,
+        problem.scaled, paged, _plan.term_bits(problem), WARPS, STAGES, KEYS, 1,
     )  # fmt: skip
     if shape.team > 1:
-        shape = shape._replace(warps=TEAM)
+        shape = shape._replace(warps=TEAM, blocks=TEAM_BLOCKS)
     return _fit(shape, problem)
 
 
@@ -161,12 +166,13 @@ def _fit(shape: Shape, problem: Problem) -> Shape | None:
     """Return the shape with as many warps and stages as the shared memory of the device holds."""
     # Before sm_80 a copy is done when it is issued: more stages than one are of no use.
     most = shape.stages if problem.capability >= 80 else 1
-    limit = (problem.shared_bytes + _RESERVED) // BLOCKS_PER_SM - _RESERVED
-    for warps in (shape.warps, *(w for w in (4, 2, 1) if shape.team <= w < shape.warps)):
-        for stages in range(most, min(most, 2) - 1, -1):
-            found = shape._replace(warps=warps, stages=stages)
-            if found.shared_bytes <= limit:
-                return found
+    for blocks in range(shape.blocks, 0, -1):
+        limit = (problem.shared_bytes + _RESERVED) // blocks - _RESERVED
+        for warps in (shape.warps, *(w for w in (4, 2, 1) if shape.team <= w < shape.warps)):
+            for stages in range(most, min(most, 2) - 1, -1):
+                found = shape._replace(warps=warps, stages=stages, blocks=blocks)
+                if found.shared_bytes <= limit:
+                    return found
     return None
 
 
@@ -179,7 +185,7 @@ def _splits(problem: Problem, shape: Shape, items: int) -> tuple[int, int, int]:
     if problem.num_splits is not None or problem.batch_invariant:
         return _plan.split_fields(problem, INVARIANT_SPLIT_KEYS)
     step = shape.keys * shape.warps // shape.team
-    slots = problem.num_sms * BLOCKS_PER_SM
+    slots = problem.num_sms * shape.blocks
     best_cost, best = None, 1
     for splits in range(1, max(min(_plan.ceil_div(problem.max_seqlen_kv, step), slots), 1) + 1):
         waves = _plan.ceil_div(items * splits, slots)

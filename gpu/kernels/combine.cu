@@ -33,10 +33,11 @@ PF_DEVICE pf_parts pf_get_parts(const pf_call &call, int64_t row, int64_t d) {
 /* The next `left` splits, at most PF_AT_ONCE. What is past the end is empty, which changes nothing: an odd one
  * passes up. */
 PF_DEVICE pf_part pf_merged_at_once(pf_parts &from, int64_t left) {
+    const int here = (int)pf_min(left, PF_AT_ONCE);
     pf_part parts[PF_AT_ONCE];
 #pragma unroll
     for (int i = 0; i < PF_AT_ONCE; i++) {
-        const bool there = i < left;
+        const bool there = i < here;
         parts[i].m = there ? *from.m : -(pf_real)pf_infinity();
         parts[i].l = there ? *from.l : (pf_real)0;
         parts[i].o = there ? *from.o : (pf_real)0;

@@ -33,6 +33,9 @@ constexpr int PF_K_STEPS = PF_K_DIM / 16, PF_V_BLOCKS = PF_V_PART / 8, PF_KEY_BL
 constexpr int PF_LANE_ROWS = PF_ROWS / 8; /* rows g and g + 8 of lane 4 g + t */
 constexpr int PF_QUERY_BYTES = PF_HALVES * PF_K_STEPS * 512;
 constexpr int PF_FACTOR_BYTES = pf_rounded(4 * PF_ROWS, 128);
+/* A team shares the dims of products as well: of its steps each warp has every PF_TEAM_WARPS-th. */
+constexpr int PF_OWN_STEPS = (PF_K_STEPS + PF_TEAM_WARPS - 1) / PF_TEAM_WARPS;
+constexpr int PF_EXCHANGE_BYTES = PF_TEAM_WARPS > 1 ? PF_TEAM_WARPS * PF_KEYS * 64 : 0;
 constexpr int PF_STATE_ROW = PF_V_DIM + 8; /* floats; 8 more keep rows in different banks */
 constexpr bool PF_HIDES = PF_HAS(BIAS) || PF_HAS(MASK) || PF_HAS(TREE) || PF_HAS(MASK_MOD);
 /* A float16 whose exponent is 8 too small is what the bits of a float8_e4m3fn give. */
@@ -112,33 +115,45 @@ PF_DEVICE uint32_t pf_widen_nibbles(uint32_t word) {
 /* The keys of a block. */
 struct pf_stream {
     int32_t num_keys;
-    int32_t lo[PF_NUM_SIDES], hi[PF_NUM_SIDES];             /* that some row sees */
-    int32_t first[PF_NUM_SIDES], end[PF_NUM_SIDES];         /* chunks of these keys, none twice */
-    int32_t all_lo[PF_NUM_SIDES], all_hi[PF_NUM_SIDES];     /* keys that all rows see */
-    int64_t k, v, k_scale, v_scale;                         /* offsets of key 0, or of page 0 */
+    int32_t lo[PF_NUM_SIDES], hi[PF_NUM_SIDES];         /* that some row sees */
+    int32_t first[PF_NUM_SIDES], end[PF_NUM_SIDES];     /* chunks of these keys, none twice */
+    int32_t all_lo[PF_NUM_SIDES], all_hi[PF_NUM_SIDES]; /* keys that all rows see */
+    int32_t row_lo[PF_LANE_ROWS][PF_NUM_SIDES], row_hi[PF_LANE_ROWS][PF_NUM_SIDES]; /* that rows of the lane see */
+    int64_t k, v, k_scale, v_scale; /* offsets of key 0, or of page 0 */
 };
 
 PF_DEVICE bool pf_in(int32_t j, int32_t lo, int32_t hi) {
     return j >= lo && j < hi;
 }
 
+/* Keys between `lo` and `hi`. Each lane works out one side of one row, the rest are shuffles: code that runs once
+ * comes from memory, and this is before the first copy. */
 PF_DEVICE pf_stream pf_get_stream(const pf_call &call, const pf_sequence &s, int64_t kv_head, int64_t lo,
-                                  int64_t hi, int64_t first_query, int64_t last_query) {
+                                  int64_t hi, int64_t first_row, int64_t last_row) {
+    static_assert(PF_NUM_SIDES * PF_ROWS <= 32, "a lane for each side of each row");
     pf_stream stream;
+    const int lane = threadIdx.x % 32, last = (int)(last_row - first_row);
     stream.num_keys = (int32_t)s.mask.num_keys;
     if (PF_PAGED != PF_NOT_PAGED && call.num_pages == 0)
         hi = lo; /* the sequence is bad */
+    const int64_t i = pf_quotient(first_row + min(lane % PF_ROWS, last), s.group);
+    const pf_span span = pf_clip(pf_visible(&s.mask, i, lane / PF_ROWS % PF_NUM_SIDES), lo, hi);
+    const int32_t span_lo = (int32_t)span.lo, span_hi = (int32_t)span.hi;
 #pragma unroll
     for (int side = 0; side < PF_NUM_SIDES; side++) {
-        const pf_span any = pf_clip(pf_visible_to_any(&s.mask, first_query, last_query, side), lo, hi);
-        const pf_span all = pf_clip(pf_visible_to_all(&s.mask, first_query, last_query, side), lo, hi);
-        const int32_t before = side ? stream.end[0] : 0;
-        stream.lo[side] = (int32_t)any.lo;
-        stream.hi[side] = (int32_t)any.hi;
-        stream.all_lo[side] = (int32_t)all.lo;
-        stream.all_hi[side] = (int32_t)all.hi;
-        stream.first[side] = max((int32_t)any.lo / PF_KEYS, before);
-        stream.end[side] = max(any.lo < any.hi ? ((int32_t)any.hi + PF_KEYS - 1) / PF_KEYS : 0, stream.first[side]);
+        const int base = side * PF_ROWS;
+        stream.lo[side] = __shfl_sync(PF_WARP_ALL, span_lo, base);
+        stream.hi[side] = max(__shfl_sync(PF_WARP_ALL, span_hi, base + last), stream.lo[side]);
+        stream.all_lo[side] = __shfl_sync(PF_WARP_ALL, span_lo, base + last);
+        stream.all_hi[side] = __shfl_sync(PF_WARP_ALL, span_hi, base);
+#pragma unroll
+        for (int r = 0; r < PF_LANE_ROWS; r++) {
+            stream.row_lo[r][side] = __shfl_sync(PF_WARP_ALL, span_lo, base + lane / 4 + 8 * r);
+            stream.row_hi[r][side] = __shfl_sync(PF_WARP_ALL, span_hi, base + lane / 4 + 8 * r);
+        }
+        const bool any = stream.lo[side] < stream.hi[side];
+        stream.first[side] = max(stream.lo[side] / PF_KEYS, side ? stream.end[0] : 0);
+        stream.end[side] = max(any ? (stream.hi[side] + PF_KEYS - 1) / PF_KEYS : 0, stream.first[side]);
     }
     const auto base = [&](const pf_tensor &t) {
         const int64_t head = kv_head * t.stride_head;
@@ -238,7 +253,6 @@ PF_DEVICE void pf_fill(const pf_call &call, const pf_stream &stream, unsigned ch
 struct pf_rows {
     pf_query query[PF_LANE_ROWS];
     float factor[PF_LANE_ROWS]; /* of products */
-    int32_t lo[PF_LANE_ROWS][PF_NUM_SIDES], hi[PF_LANE_ROWS][PF_NUM_SIDES];
 };
 
 struct pf_lane_state {
@@ -326,8 +340,8 @@ PF_DEVICE float pf_checked_scale(float scale) {
 }
 
 template <bool ALL_SEEN>
-PF_DEVICE void pf_weigh(const pf_call &call, const pf_sequence &s, const pf_rows &rows, int32_t first,
-                        const float *k_scale, float (&score)[PF_KEY_BLOCKS][4], pf_lane_state &state,
+PF_DEVICE void pf_weigh(const pf_call &call, const pf_sequence &s, const pf_stream &stream, const pf_rows &rows,
+                        int32_t first, const float *k_scale, float (&score)[PF_KEY_BLOCKS][4], pf_lane_state &state,
                         float (&alpha)[PF_LANE_ROWS]) {
     const int t = threadIdx.x % 4;
 #pragma unroll
@@ -344,7 +358,8 @@ PF_DEVICE void pf_weigh(const pf_call &call, const pf_sequence &s, const pf_rows
                     product *= pf_checked_scale(k_scale[key]);
                 bool seen = true;
                 if constexpr (!ALL_SEEN) {
-                    seen = pf_in(j, rows.lo[r][0], rows.hi[r][0]) || pf_in(j, rows.lo[r][1], rows.hi[r][1]);
+                    seen = pf_in(j, stream.row_lo[r][0], stream.row_hi[r][0]) ||
+                           pf_in(j, stream.row_lo[r][1], stream.row_hi[r][1]);
                     if (PF_HIDES && seen)
                         seen = !pf_is_hidden(call, s, rows.query[r], j);
                 }
@@ -399,9 +414,27 @@ PF_DEVICE float pf_scale_weights(const float *v_scale, float (&weight)[PF_KEY_BL
     return __uint_as_float(power);
 }
 
+/* The sums of what the warps of a team have, in their order; the exchange is free again after the next barrier. */
+PF_DEVICE void pf_add_up(float *exchange, float (&score)[PF_KEY_BLOCKS][4]) {
+    constexpr int numbers = 32 * 4 * PF_KEY_BLOCKS;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+#pragma unroll
+    for (int i = 0; i < 4 * PF_KEY_BLOCKS; i++)
+        exchange[warp * numbers + 32 * i + lane] = score[i / 4][i % 4];
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < 4 * PF_KEY_BLOCKS; i++) {
+        float sum = 0;
+#pragma unroll
+        for (int other = 0; other < PF_TEAM_WARPS; other++)
+            sum += exchange[other * numbers + 32 * i + lane];
+        score[i / 4][i % 4] = sum;
+    }
+}
+
 /* One chunk of keys, all of it in its stage. */
 PF_DEVICE void pf_attend(const pf_call &call, const pf_sequence &s, const pf_stream &stream, const pf_rows &rows,
-                         const uint4 *queries, const pf_fragment *kept, const unsigned char *stage, int32_t chunk,
+                         const uint4 *queries, const pf_fragment *kept, float *exchange, const unsigned char *stage, int32_t chunk,
                          int64_t v_in_k, pf_lane_state &state) {
     const int lane = threadIdx.x % 32;
     const float *scales = (const float *)(stage + PF_KEYS * (PF_K_ROW + PF_V_ROW));
@@ -412,22 +445,25 @@ PF_DEVICE void pf_attend(const pf_call &call, const pf_sequence &s, const pf_str
         for (int i = 0; i < 4; i++)
             score[block][i] = 0;
     constexpr int at_once = PF_BITS == 4 ? 2 : 1;
+    static_assert(PF_TEAM_WARPS == 1 || at_once == 1, "teams have values of 16 bits");
 #pragma unroll
-    for (int step = 0; step < PF_K_STEPS; step += at_once) {
+    for (int own = 0; own < PF_OWN_STEPS; own += at_once) {
+        const int step = PF_TEAM_WARPS == 1 ? own : own * PF_TEAM_WARPS + (int)threadIdx.x / 32;
+        if (PF_K_STEPS % PF_TEAM_WARPS && step >= PF_K_STEPS)
+            break;
         uint32_t b[PF_KEY_BLOCKS][2][2];
         pf_load_keys(stage, step, b);
 #pragma unroll
         for (int next = 0; next < at_once; next++)
 #pragma unroll
             for (int half = 0; half < PF_HALVES; half++) {
-                const int i = half * PF_K_STEPS + step + next;
                 uint32_t a[4];
                 if constexpr (PF_KEEPS_QUERIES) {
 #pragma unroll
                     for (int r = 0; r < 4; r++)
-                        a[r] = PF_LANE_ROWS == 1 && r % 2 ? 0 : kept[i].r[r];
+                        a[r] = PF_LANE_ROWS == 1 && r % 2 ? 0 : kept[half * PF_OWN_STEPS + own + next].r[r];
                 } else {
-                    const uint4 q = queries[32 * i + lane];
+                    const uint4 q = queries[32 * (half * PF_K_STEPS + step + next) + lane];
                     a[0] = q.x;
                     a[1] = q.y;
                     a[2] = q.z;
@@ -438,15 +474,17 @@ PF_DEVICE void pf_attend(const pf_call &call, const pf_sequence &s, const pf_str
                     pf_multiply(score[block], a, b[block][next]);
             }
     }
+    if constexpr (PF_TEAM_WARPS > 1)
+        pf_add_up(exchange, score);
     const int32_t first = chunk * PF_KEYS, last = first + PF_KEYS;
     const bool all_seen = !PF_HIDES && ((first >= stream.all_lo[0] && last <= stream.all_hi[0]) ||
                                         (first >= stream.all_lo[1] && last <= stream.all_hi[1]));
     float alpha[PF_LANE_ROWS];
     const float *k_scale = call.k_scale.data ? scales : nullptr;
     if (all_seen)
-        pf_weigh<true>(call, s, rows, first, k_scale, score, state, alpha);
+        pf_weigh<true>(call, s, stream, rows, first, k_scale, score, state, alpha);
     else
-        pf_weigh<false>(call, s, rows, first, k_scale, score, state, alpha);
+        pf_weigh<false>(call, s, stream, rows, first, k_scale, score, state, alpha);
     const float value_factor =
         PF_CODE_FACTOR * pf_scale_weights(call.v_scale.data ? scales + PF_KEYS : nullptr, score);
     uint32_t p[PF_KEYS / 16][PF_HALVES][4];
@@ -556,8 +594,8 @@ PF_DEVICE void pf_lay_out_queries(const pf_call &call, const pf_sequence &s, int
     }
 }
 
-PF_DEVICE pf_rows pf_get_rows(const pf_call &call, const pf_sequence &s, int64_t kv_head, int64_t lo, int64_t hi,
-                              int64_t first_row, int64_t num_rows, const float *factors) {
+PF_DEVICE pf_rows pf_get_rows(const pf_call &call, const pf_sequence &s, int64_t kv_head, int64_t first_row,
+                              int64_t num_rows, const float *factors) {
     pf_rows rows;
 #pragma unroll
     for (int r = 0; r < PF_LANE_ROWS; r++) {
@@ -568,12 +606,6 @@ PF_DEVICE pf_rows pf_get_rows(const pf_call &call, const pf_sequence &s, int64_t
         if (call.q_scale.data)
             rows.factor[r] *= ((const float *)call.q_scale.data)[pf_query_offset(
                 call.q_scale, s, rows.query[r].head, i)];
-#pragma unroll
-        for (int side = 0; side < PF_NUM_SIDES; side++) {
-            const pf_span span = pf_clip(pf_visible(&s.mask, i, side), lo, hi);
-            rows.lo[r][side] = (int32_t)span.lo;
-            rows.hi[r][side] = (int32_t)span.hi;
-        }
     }
     return rows;
 }
@@ -676,13 +708,13 @@ extern "C" __global__ void __launch_bounds__(32 * PF_WARPS, PF_BLOCKS_PER_SM)
     const int64_t lo = call.partial ? pf_split_lo(call, s, item.split) : 0;
     const int64_t hi = call.partial && item.split + 1 < pf_num_splits(call, s)
                            ? pf_split_lo(call, s, item.split + 1) : s.mask.num_keys;
-    const pf_stream stream = pf_get_stream(call, s, item.head, lo, hi, pf_quotient(first_row, s.group),
-                                           pf_quotient(last_row, s.group));
+    const pf_stream stream = pf_get_stream(call, s, item.head, lo, hi, first_row, last_row);
     const int64_t v_in_k = pf_place_in_keys(call);
 
     uint4 *const queries = (uint4 *)shared;
     float *const factors = (float *)(shared + PF_QUERY_BYTES);
-    unsigned char *const rings = shared + PF_QUERY_BYTES + PF_FACTOR_BYTES;
+    float *const exchange = (float *)(shared + PF_QUERY_BYTES + PF_FACTOR_BYTES);
+    unsigned char *const rings = shared + PF_QUERY_BYTES + PF_FACTOR_BYTES + PF_EXCHANGE_BYTES;
     const int mine = threadIdx.x / PF_LANES;
     unsigned char *const ring = rings + mine * PF_STAGES * PF_STAGE_BYTES;
     int32_t chunk = pf_own_chunk(stream, 0, mine), coming = chunk;
@@ -697,18 +729,20 @@ extern "C" __global__ void __launch_bounds__(32 * PF_WARPS, PF_BLOCKS_PER_SM)
         }
         pf_cp_async_commit();
     };
-#pragma unroll
+#pragma unroll 1
     for (int stage = 0; stage < PF_STAGES - 1; stage++)
         fetch(stage);
 
     pf_lay_out_queries(call, s, item.head, first_row, num_rows, queries, factors);
     __syncthreads();
-    const pf_rows rows = pf_get_rows(call, s, item.head, lo, hi, first_row, num_rows, factors);
-    pf_fragment kept[PF_KEEPS_QUERIES ? PF_HALVES * PF_K_STEPS : 1];
+    const pf_rows rows = pf_get_rows(call, s, item.head, first_row, num_rows, factors);
+    pf_fragment kept[PF_KEEPS_QUERIES ? PF_HALVES * PF_OWN_STEPS : 1];
     if constexpr (PF_KEEPS_QUERIES)
 #pragma unroll
-        for (int i = 0; i < PF_HALVES * PF_K_STEPS; i++) {
-            const uint4 q = queries[32 * i + threadIdx.x % 32];
+        for (int i = 0; i < PF_HALVES * PF_OWN_STEPS; i++) {
+            const int own = i % PF_OWN_STEPS;
+            const int step = PF_TEAM_WARPS == 1 ? own : own * PF_TEAM_WARPS + (int)threadIdx.x / 32;
+            const uint4 q = queries[32 * (i / PF_OWN_STEPS * PF_K_STEPS + min(step, PF_K_STEPS - 1)) + threadIdx.x % 32];
             kept[i] = {{q.x, q.y, q.z, q.w}};
         }
     pf_lane_state state;
@@ -735,7 +769,7 @@ extern "C" __global__ void __launch_bounds__(32 * PF_WARPS, PF_BLOCKS_PER_SM)
             pf_stream_sync();
             fetch(free);
         }
-        pf_attend(call, s, stream, rows, queries, kept, ring + stage * PF_STAGE_BYTES, chunk, v_in_k, state);
+        pf_attend(call, s, stream, rows, queries, kept, exchange, ring + stage * PF_STAGE_BYTES, chunk, v_in_k, state);
         stage = stage + 1 == PF_STAGES ? 0 : stage + 1;
     }
     pf_cp_async_wait<0>();
