@@ -6,8 +6,10 @@ plan is about bytes under way on every multiprocessor and about borders that kee
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .._dtypes import BY_NAME
 from . import _plan
@@ -28,8 +30,11 @@ TEAM_BLOCKS = 2
 QUERY_REGISTERS = 64
 #: Keys of a split that never depends on the batch.
 INVARIANT_SPLIT_KEYS = 1024
-#: What a block costs besides its keys, in keys: beginning, end, and where there are splits their merge.
-BLOCK_COST, MERGE_COST = 96, 192
+#: What a block costs besides its keys, beginning and end, and the merge of splits: in bytes that a multiprocessor
+#: reads meanwhile.
+BLOCK_BYTES, MERGE_BYTES = 48 * 1024, 96 * 1024
+#: Part of the multiprocessors that draws all the bandwidth there is.
+ENOUGH = 0.95
 #: Positions are 32-bit numbers.
 MAX_KEYS = 2**31 - 2**16
 
@@ -125,6 +130,7 @@ class Shape(NamedTuple):
                 ("PF_TEAM_WARPS", str(self.team)),
                 ("PF_STAGES", str(self.stages)),
                 ("PF_KEEPS_QUERIES", str(int(self.keeps_queries))),
+                ("PF_SHARED_BYTES", str(self.shared_bytes)),
                 ("PF_BLOCKS_PER_SM", str(self.blocks)),
             ),
         )
@@ -184,16 +190,29 @@ def _splits(problem: Problem, shape: Shape, items: int) -> tuple[int, int, int]:
     """
     if problem.num_splits is not None or problem.batch_invariant:
         return _plan.split_fields(problem, INVARIANT_SPLIT_KEYS)
-    step = shape.keys * shape.warps // shape.team
-    slots = problem.num_sms * shape.blocks
-    best_cost, best = None, 1
-    for splits in range(1, max(min(_plan.ceil_div(problem.max_seqlen_kv, step), slots), 1) + 1):
-        waves = _plan.ceil_div(items * splits, slots)
-        keys = _round_up(_plan.ceil_div(problem.max_seqlen_kv, splits), shape.keys)
-        cost = waves * (keys + BLOCK_COST) + (MERGE_COST if splits > 1 else 0)
-        if best_cost is None or cost < best_cost:
+    key_bytes = (shape.k_dim + shape.v_dim) * shape.bits // 8
+    splits = _best_splits(
+        items,
+        problem.max_seqlen_kv,
+        key_bytes,
+        problem.num_sms * shape.blocks,
+        shape.keys * shape.warps // shape.team,
+    )
+    return (splits, splits, 0) if splits > 1 else (1, 0, 0)
+
+
+@functools.lru_cache(maxsize=1024)
+def _best_splits(items: int, num_keys: int, key_bytes: int, slots: int, step: int) -> int:
+    """Return into how many parts sequences of `num_keys` keys are best cut; `slots` blocks run at a time."""
+    best_cost, best = math.inf, 1
+    for splits in range(1, max(min(_plan.ceil_div(num_keys, step), slots), 1) + 1):
+        full, rest = divmod(items * splits, slots)
+        waves = full + (max(rest / slots, ENOUGH) if rest else 0)
+        part = _round_up(_plan.ceil_div(num_keys, splits), KEYS) * key_bytes
+        cost = waves * part + (full + (rest > 0)) * BLOCK_BYTES + (MERGE_BYTES if splits > 1 else 0)
+        if cost < best_cost:
             best_cost, best = cost, splits
-    return (best, best, 0) if best > 1 else (1, 0, 0)
+    return best
 
 
 def _compose(problem: Problem, shape: Shape) -> tuple[tuple[Step, ...], int, int, int]:
@@ -220,7 +239,9 @@ def decode_steps(problem: Problem) -> tuple[tuple[Step, ...], int, int, int] | N
     """
     if problem.packed and problem.family is None:
         # Longer sequences are another family's.
-        most = _plan.DECODE_MAX_ROWS // problem.group
+        most = _plan.DECODE_MAX_ROWS // max(problem.group, 1)
+        if most == 0:
+            return (), 1, 0, 0
         problem = problem._replace(max_seqlen_q=min(problem.max_seqlen_q, most))
     shape = shape_of(problem)
     return None if shape is None else _compose(problem, shape)
@@ -245,20 +266,27 @@ def plan(problem: Problem) -> Plan | None:
 
 
 def variants() -> Iterator[Variant]:
-    """Yield kernels as they may be compiled: every stored type, widths at the ends, terms."""
-    terms = 2 ** len(_plan.TERMS) - 1 - _plan.TERMS["score_mod"] - _plan.TERMS["mask_mod"]
+    """Yield kernels as they may be compiled: each stored type, widths at the ends, pages, terms."""
+    everything = frozenset(_plan.TERMS) - {"score_mod", "mask_mod"}
     usual = Problem(
         90, 132, 232448, "bfloat16", "bfloat16", "bfloat16", 1, 8, 1, 128, 128, 1, 1, 8192, False, 0, True, False
-    )
+    )  # fmt: skip
+    changes: list[tuple[dict[str, Any], int]] = [
+        ({}, 0),
+        ({"num_heads": 16}, 0),
+        ({"page_size": 16}, 0),
+        ({"page_size": 24, "num_heads": 16}, 0),
+        ({"terms": everything, "num_heads": 16}, 0),
+        ({"head_dim": 64, "head_dim_v": 64}, 0),
+        ({"head_dim": 256, "head_dim_v": 256}, 64),
+        ({"head_dim": 256, "head_dim_v": 256, "num_heads": 16}, 128),
+        ({"head_dim": 576, "head_dim_v": 512, "num_heads": 16}, 64),
+        ({"q_dtype": "float16"}, 0),
+        ({"q_dtype": "float16", "kv_dtype": "float16"}, 0),
+        *(({"kv_dtype": name, "scaled": True}, 0) for name, bits in _BITS.items() if bits < 16),
+    ]
     for capability, shared_bytes in ((75, 65536), (80, 166912), (90, 232448)):
-        for q_dtype in ("float16", "bfloat16"):
-            for kv_dtype in _BITS:
-                for dims in ((64, 64), (128, 128), (256, 256), (576, 512)):
-                    problem = usual._replace(
-                        capability=capability, shared_bytes=shared_bytes, q_dtype=q_dtype, kv_dtype=kv_dtype,
-                        head_dim=dims[0], head_dim_v=dims[1], scaled=_BITS[kv_dtype] < 16,
-                    )  # fmt: skip
-                    for group, page_size, bits in ((8, 0, 0), (16, 24, 0), (16, 16, terms)):
-                        shape = shape_of(problem._replace(num_heads=group, page_size=page_size))
-                        if shape is not None:
-                            yield Variant(shape._replace(terms=bits).source, (capability,))
+        for change, spill_bytes in changes:
+            shape = shape_of(usual._replace(capability=capability, shared_bytes=shared_bytes, **change))
+            if shape is not None:
+                yield Variant(shape.source, (capability,), spill_bytes)

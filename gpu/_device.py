@@ -169,7 +169,7 @@ class _CupyDevice:
         with self.current():
             if shared_bytes > kernel.shared_bytes:
                 status = self._driver.cuFuncSetAttribute(kernel.handle, _MAX_DYNAMIC_SHARED, shared_bytes)
-                _check(self._driver, status, f"give a kernel of pyflash {shared_bytes} bytes of shared memory")
+                _check(self._driver, status, f"give a kernel {shared_bytes} bytes of shared memory")
                 kernel.shared_bytes = shared_bytes
             status = self._driver.cuLaunchKernel(
                 kernel.handle, *grid, threads, 1, 1, shared_bytes, ctypes.c_void_p(stream), parameters, None

@@ -1,6 +1,6 @@
-/* The states of all splits of a row, merged along the fixed binary tree of their indices ((0, 1), (2, 3), then
- * pairs of pairs; an odd one passes up), and the row finished. One block a row: short calls wait for this, and
- * what it takes is the way to memory and back, so that many states are asked for at a time. */
+/* The states of all splits of a row, merged along the fixed binary tree of their indices ((0, 1), (2, 3),
+ * then pairs of pairs; an odd one passes up), and the row finished. One block a row: short calls wait for
+ * this, and what it takes is the way to memory and back, so that many states are asked for at a time. */
 #include "careful.cuh"
 
 /* States that are merged in registers, a power of two, and how many such results may wait for their partners:
@@ -30,8 +30,8 @@ PF_DEVICE pf_parts pf_get_parts(const pf_call &call, int64_t row, int64_t d) {
             rows * call.head_dim_v};
 }
 
-/* The next `left` splits, at most PF_AT_ONCE. What is past the end is empty, which changes nothing: an odd one
- * passes up. */
+/* The next `left` splits, at most PF_AT_ONCE. What is past the end is empty, which changes nothing: an odd
+ * one passes up. */
 PF_DEVICE pf_part pf_merged_at_once(pf_parts &from, int64_t left) {
     const int here = (int)pf_min(left, PF_AT_ONCE);
     pf_part parts[PF_AT_ONCE];
