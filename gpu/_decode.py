@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from .._description import DECODE_MAX_ROWS
 from .._dtypes import BY_NAME
 from . import _plan
 from ._compile import Source
@@ -30,8 +31,8 @@ TEAM_BLOCKS = 2
 QUERY_REGISTERS = 64
 #: Keys of a split that never depends on the batch.
 INVARIANT_SPLIT_KEYS = 1024
-#: What a block costs besides its keys, beginning and end, and the merge of splits: in bytes that a multiprocessor
-#: reads meanwhile.
+#: What a block costs besides its keys, beginning and end, and the merge of splits: in bytes that a
+#: multiprocessor reads meanwhile.
 BLOCK_BYTES, MERGE_BYTES = 48 * 1024, 96 * 1024
 #: Part of the multiprocessors that draws all the bandwidth there is.
 ENOUGH = 0.95
@@ -150,7 +151,8 @@ def _takes(problem: Problem) -> bool:
     dims = problem.head_dim, problem.head_dim_v
     if any(dim * bits % 128 for dim in dims) or problem.tile is not None or problem.max_seqlen_kv > MAX_KEYS:
         return False
-    return max(dims) <= WIDEST or (bits == 16 and not problem.scaled and dims[0] <= 576 and dims[1] <= 512)
+    wide = bits == 16 and not problem.scaled and dims[0] <= 576 and dims[1] <= 512
+    return max(dims) <= WIDEST or wide
 
 
 def shape_of(problem: Problem) -> Shape | None:
@@ -160,8 +162,9 @@ def shape_of(problem: Problem) -> Shape | None:
     num_rows = problem.max_seqlen_q * problem.group
     paged = 0 if problem.page_size == 0 else 2 if problem.page_size % KEYS == 0 else 1
     shape = Shape(
-        problem.head_dim, problem.head_dim_v, 8 if num_rows <= 8 else MAX_ROWS, problem.q_dtype, problem.kv_dtype,
-        problem.scaled, paged, _plan.term_bits(problem), WARPS, STAGES, KEYS, 1,
+        problem.head_dim, problem.head_dim_v, 8 if num_rows <= 8 else MAX_ROWS,
+        problem.q_dtype, problem.kv_dtype, problem.scaled, paged, _plan.term_bits(problem),
+        WARPS, STAGES, KEYS, 1,
     )  # fmt: skip
     if shape.team > 1:
         shape = shape._replace(warps=TEAM, blocks=TEAM_BLOCKS)
@@ -185,7 +188,7 @@ def _fit(shape: Shape, problem: Problem) -> Shape | None:
 def _splits(problem: Problem, shape: Shape, items: int) -> tuple[int, int, int]:
     """Return (max_splits, num_splits, split_keys) that keep all multiprocessors at work.
 
-    Where the caller asks for nothing, every sequence is cut into the same number of parts of equal length: its
+    Where the caller asks for nothing, every sequence is cut into the same number of parts, equally long: its
     real length may lie on the device, far below the bound, and all blocks are to have a part of it.
     """
     if problem.num_splits is not None or problem.batch_invariant:
@@ -239,7 +242,7 @@ def decode_steps(problem: Problem) -> tuple[tuple[Step, ...], int, int, int] | N
     """
     if problem.packed and problem.family is None:
         # Longer sequences are another family's.
-        most = _plan.DECODE_MAX_ROWS // max(problem.group, 1)
+        most = DECODE_MAX_ROWS // max(problem.group, 1)
         if most == 0:
             return (), 1, 0, 0
         problem = problem._replace(max_seqlen_q=min(problem.max_seqlen_q, most))
@@ -258,7 +261,7 @@ def plan(problem: Problem) -> Plan | None:
     return Plan(
         "decode_mma", "decode", steps, KEYS, shape.rows, max_splits, num_splits, split_keys,
         (
-            f"kernel: decode_mma, {shape.warps} warps with {shape.stages} chunks of {KEYS} keys under way each",
+            f"kernel: decode_mma, {shape.warps} warps, {shape.stages} stages of {KEYS} keys each",
             f"splits: {max_splits}, so that {problem.num_kv_heads * problem.batch} heads of keys keep "
             f"{problem.num_sms} multiprocessors at work" if max_splits > 1 else "splits: none",
         ),
@@ -269,7 +272,8 @@ def variants() -> Iterator[Variant]:
     """Yield kernels as they may be compiled: each stored type, widths at the ends, pages, terms."""
     everything = frozenset(_plan.TERMS) - {"score_mod", "mask_mod"}
     usual = Problem(
-        90, 132, 232448, "bfloat16", "bfloat16", "bfloat16", 1, 8, 1, 128, 128, 1, 1, 8192, False, 0, True, False
+        90, 132, 232448, "bfloat16", "bfloat16", "bfloat16", 1, 8, 1, 128, 128, 1, 1, 8192, False, 0,
+        aligned=True, scaled=False,
     )  # fmt: skip
     changes: list[tuple[dict[str, Any], int]] = [
         ({}, 0),

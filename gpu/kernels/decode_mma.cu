@@ -19,20 +19,6 @@ PF_DEVICE void pf_multiply(float (&d)[4], const uint32_t (&a)[4], const uint32_t
         pf_mma_f16(d, a, b);
 }
 
-PF_DEVICE uint32_t pf_pack(float low, float high) {
-    return PF_MMA_BF16 ? pf_pack_bf16(low, high) : pf_pack_f16(low, high);
-}
-
-/* Splits two numbers into HALVES pairs whose sum they are, nearly: two bfloat16 hold what a float16 does. */
-PF_DEVICE void pf_split(float low, float high, uint32_t (&pairs)[PF_HALVES]) {
-    pairs[0] = pf_pack(low, high);
-    if constexpr (PF_HALVES == 2)
-        pairs[1] =
-            pf_pack(low - pf_from_bf16((uint16_t)pairs[0]), high - pf_from_bf16((uint16_t)(pairs[0] >> 16)));
-}
-
-/* --- products --- */
-
 /* The rows of a lane. */
 struct pf_rows {
     pf_query query[PF_LANE_ROWS];
@@ -316,67 +302,6 @@ PF_DEVICE void pf_attend(const pf_call &call, const pf_sequence &s, const pf_str
                 else
                     o = fmaf(o, alpha[i / 2], sums[block][i]);
             }
-    }
-}
-
-/* --- before and after the stream --- */
-
-/* The element of a query row, 0 where there is none. */
-PF_DEVICE float pf_query_element(const pf_call &call, const char *row, int d) {
-    if (!row || d >= PF_HEAD_DIM)
-        return 0;
-    return (float)pf_element(row, PF_Q_TYPE, call.q.stride_dim, d);
-}
-
-PF_DEVICE const char *pf_query_row(const pf_call &call, const pf_sequence &s, int64_t kv_head, int64_t row,
-                                   int64_t num_rows) {
-    if (row >= num_rows)
-        return nullptr;
-    const int64_t i = pf_quotient(row, s.group);
-    return pf_place(call.q, pf_query_offset(call.q, s, kv_head * s.group + row - i * s.group, i));
-}
-
-/* Queries as fragments in shared memory. Where exponents get fewer, a row is multiplied by a power of two
- * that brings its largest element near 1; `factors` are their inverses. All threads of the block. */
-PF_DEVICE void pf_lay_out_queries(const pf_call &call, const pf_sequence &s, int64_t kv_head,
-                                  int64_t first_row, int64_t num_rows, uint4 *queries, float *factors) {
-    const int lane = threadIdx.x % 32;
-    if constexpr (PF_NARROWS_QUERIES) {
-        for (int r = threadIdx.x / 32; r < PF_ROWS; r += PF_WARPS) {
-            const char *row = pf_query_row(call, s, kv_head, first_row + r, num_rows);
-            float most = 0;
-            for (int d = lane; d < PF_HEAD_DIM; d += 32)
-                most = fmaxf(most, fabsf(pf_query_element(call, row, d)));
-            most = pf_warp_max(most);
-            if (lane == 0)
-                factors[r] =
-                    __uint_as_float(min(max(__float_as_uint(most) & 0x7f800000u, 0x00800000u), 0x7e000000u));
-        }
-        __syncthreads();
-    }
-    for (int x = threadIdx.x; x < PF_K_STEPS * 32; x += 32 * PF_WARPS) {
-        const int step = x / 32;
-        uint32_t registers[PF_HALVES][4] = {};
-#pragma unroll
-        for (int r = 0; r < PF_LANE_ROWS; r++) {
-            const int number = lane / 4 + 8 * r;
-            const char *row = pf_query_row(call, s, kv_head, first_row + number, num_rows);
-            const float factor =
-                PF_NARROWS_QUERIES ? __uint_as_float(0x7f000000u - __float_as_uint(factors[number])) : 1.0f;
-#pragma unroll
-            for (int slot = 0; slot < 4; slot += 2) {
-                uint32_t pairs[PF_HALVES];
-                pf_split(pf_query_element(call, row, pf_key_dim(step, lane % 4, slot)) * factor,
-                         pf_query_element(call, row, pf_key_dim(step, lane % 4, slot + 1)) * factor, pairs);
-#pragma unroll
-                for (int half = 0; half < PF_HALVES; half++)
-                    registers[half][slot + r] = pairs[half];
-            }
-        }
-#pragma unroll
-        for (int half = 0; half < PF_HALVES; half++)
-            queries[half * PF_K_STEPS * 32 + x] =
-                make_uint4(registers[half][0], registers[half][1], registers[half][2], registers[half][3]);
     }
 }
 
