@@ -6,15 +6,17 @@ VENV ?= .venv
 PROMPT ?= What is the capital of France?
 # More arguments for pytest, `pyflash demo`, `pyflash generate` or the benchmark.
 ARGS ?=
+# Processes that share the tests out.
+JOBS ?= auto
 
 BIN := $(VENV)/bin
 # The warning that setuptools prints about every editable install, in a frame of stars, says nothing of use.
 PIP := PYTHONWARNINGS=ignore $(BIN)/python -m pip --disable-pip-version-check --quiet
 C_FILES := $(shell find c_src -name '*.[ch]' -o -name '*.def')
-C_FORMATTED := $(filter %.c %.h,$(C_FILES))
+C_FORMATTED := $(filter %.c %.h,$(C_FILES)) $(wildcard gpu/kernels/*.cu gpu/kernels/*.cuh tests/emulator/*.h tests/emulator/*.cpp)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo generate test test-long test-neon test-amx build lint format typecheck \
+.PHONY: help demo generate test test-long test-cuda test-neon test-amx build lint format typecheck \
 	bench bench-peers bench-report wheel sdist \
 	asan ubsan tsan valgrind clean distclean
 
@@ -30,10 +32,10 @@ generate: $(VENV)/.extra-generate $(VENV)/.model ## let a language model answer 
 	@$(BIN)/pyflash generate $(ARGS) '$(subst ','\'',$(value PROMPT))'
 
 test: $(VENV)/.extra-test $(VENV)/.model ## run the tests (ARGS="-k name" picks)
-	$(BIN)/pytest $(ARGS)
+	$(BIN)/pytest --numprocesses=$(JOBS) $(ARGS)
 
 test-long: $(VENV)/.extra-test $(VENV)/.model ## run the exhaustive tests: sweeps, thousands of random calls
-	$(BIN)/pytest -m long $(ARGS)
+	$(BIN)/pytest --numprocesses=$(JOBS) -m long $(ARGS)
 
 bench: $(VENV)/.extra-bench ## time every workload beside the peers (ARGS="-k prefill --isa avx2")
 	mkdir -p build
@@ -67,6 +69,10 @@ typecheck: $(VENV)/.extra-dev ## check types: mypy --strict
 test-neon: $(VENV)/.extra-dev ## cross-compile for aarch64 and run some tests under qemu (Debian, root)
 	PYTHON=$(BIN)/python .ci/neon $(ARGS)
 
+# Without a GPU: NVRTC compiles every kernel, and the shared suite runs the same sources on the CPU.
+test-cuda: $(VENV)/.extra-dev $(VENV)/.extra-cuda13 ## compile the CUDA kernels and run them emulated
+	PYFLASH_TEST_EMULATED_CUDA=1 $(BIN)/pytest --numprocesses=$(JOBS) -k "cuda or emulator" $(ARGS)
+
 # Checked extensions are built beside the usual one, without touching it. They are tested on what the C code
 # does: the model and the demo would repeat it slowly, and a checker's own memory is not flat, nor its code fast.
 CHECKED := --ignore=tests/test_generate.py --ignore=tests/test_demo.py --ignore=tests/test_cli.py \
@@ -88,7 +94,7 @@ ubsan: $(VENV)/.extra-dev ## run the tests with UndefinedBehaviorSanitizer (gcc)
 # The kernels for a matrix unit, on any machine with AVX-512: its instructions are replaced by plain C.
 test-amx: $(VENV)/.extra-dev ## run the tests of instruction set amx with its tiles emulated
 	$(call checked_build,-DPF_AMX_EMULATED)
-	$(checked_path) $(BIN)/pytest $(CHECKED) -k "amx and not memory_is_flat" $(ARGS)
+	$(checked_path) $(BIN)/pytest --numprocesses=$(JOBS) $(CHECKED) -k "amx and not memory_is_flat" $(ARGS)
 
 # OpenMP is only asked for numbers and makes no threads; those of NumPy's BLAS and of torch are not instrumented:
 # each of their barriers would look like a race.

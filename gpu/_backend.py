@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-import numpy as np
-
 from .. import _arrays
 from .._arrays import DeviceArray
 from .._description import (
@@ -24,59 +22,15 @@ from .._description import (
     StatsArgs,
 )
 from .._errors import BackendUnavailable, invalid, unsupported
-from . import _compile, _device, _launch, _plan
+from .._layout import row_blocks, sequences
+from .._masks import key_tiles
+from . import _choose, _compile, _device, _launch, _operations, _places, _plan, _prepared
 
-_UNCHECKED = {"block_table": 1, "spans": 2, "tree": 4}
 _ALIGNMENT = 16
+#: Scores of scales beyond this may not be numbers of float32.
+_WIDE_SCALE = 1e30
 
 
-class _Places(_launch.Places):
-    """Puts arrays of host memory onto the device, each once, and takes results back."""
-
-    def __init__(self, device: _device.Device, stream: int) -> None:
-        self.device, self.stream = device, stream
-        self._kept: dict[int, tuple[Array, int, tuple[int, ...], Any]] = {}
-        self._results: list[tuple[Array, Array, int]] = []
-
-    def place(self, array: Array) -> tuple[int, tuple[int, ...]]:
-        if isinstance(array, DeviceArray):
-            return array.address, array.strides
-        found = self._kept.get(id(array))
-        if found is None:
-            # Broadcast axes stay so: what a stride of 0 repeats is copied once.
-            axes = [slice(None, 1) if s == 0 else slice(None) for s in array.strides]
-            part = np.ascontiguousarray(array[tuple(axes)])
-            memory = self._upload(part)
-            strides = tuple(
-                0 if given == 0 else own for given, own in zip(array.strides, part.strides, strict=True)
-            )
-            found = self._kept[id(array)] = array, memory.address, strides, memory
-        return found[1:3]
-
-    def _upload(self, array: Array) -> _device.Memory:
-        if self.device.is_capturing(self.stream):
-            raise unsupported(
-                "stream", "a stream that is being captured", "arrays in host memory", "put them on the device"
-            )
-        return self.device.upload(array, self.stream)
-
-    def result(self, array: Array, *, holds: bool = False) -> Array:
-        """Return an array of the same shape to be written on the device; `fetch` brings it back.
-
-        holds : whether the kernels read it, or leave parts of it as they are.
-        """
-        if isinstance(array, DeviceArray):
-            return array
-        copy = np.array(array, order="C") if holds else np.empty(array.shape, array.dtype)
-        address, _ = self.place(copy)
-        self._results.append((array, copy, address))
-        return copy
-
-    def fetch(self) -> None:
-        """Wait for the results that belong into host memory and put them there."""
-        for array, copy, address in self._results:
-            self.device.download(address, copy, self.stream)
-            array[...] = copy
 
 
 class CudaBackend:
@@ -138,6 +92,7 @@ class CudaBackend:
             terms=frozenset(terms),
             spans=args.causal or args.spans is not None or args.window != (-1, -1),
             positive_scale=args.scale > 0,
+            wide_scores=abs(args.scale) > _WIDE_SCALE,
             num_splits=args.num_splits,
             tile=args.tile,
             family=args.family,
@@ -145,65 +100,70 @@ class CudaBackend:
             expressions=expressions,
         )
 
+    def _plan(self, problem: _plan.Problem) -> _plan.Plan:
+        plan = _choose.plan(problem)
+        if problem.tile not in (None, plan.tile):
+            where = f"the {plan.kernel} kernel of the cuda backend"
+            raise unsupported("tile", repr(problem.tile), where, f"leave it out: its tiles have {plan.tile} keys")
+        return plan
+
     def attention(self, args: AttentionArgs, *, again: Arrays | None = None) -> Repeat | None:
         """Fill ``args.out`` and ``args.lse``."""
-        device, stream = self._device_of(args.q, args)
+        device, stream = self._device_of(args.q, (*args, *(args.spans or ())))
         problem = self._problem(args, device)
-        plan = _plan.plan(problem)
+        plan = self._plan(problem)
         if not args.out.size:
             return None
-        places = _Places(device, stream)
-        unchecked = sum(
-            bit for name, bit in _UNCHECKED.items() if _any_on_device(getattr(args, name))
-        )
+        places = _places.Places(device, stream)
         here = args._replace(
             out=places.result(args.out), lse=None if args.lse is None else places.result(args.lse)
         )
-        call = _launch.pack(here, places, unchecked)
-        call["max_splits"] = plan.max_splits
-        call["num_splits"], call["split_keys"] = plan.num_splits, plan.split_keys
+        call = _launch.pack(here, places, _places.unchecked(args))
         needed = _plan.workspace_bytes(problem, plan)
+        workspace = 0
         memory = None  # kept until the launches are on the stream
-        if needed:
-            if args.workspace is None:
-                memory = device.allocate(needed, stream)
-                call["partial"] = memory.address
-            else:
-                if args.workspace.nbytes < needed:
-                    raise invalid("workspace", f"{args.workspace.nbytes} bytes", f"at least {needed}")
-                call["partial"] = places.place(args.workspace)[0]
-        for step in plan.steps:
-            self._launch(device, stream, step, call)
+        if args.workspace is not None:
+            if args.workspace.nbytes < needed:
+                raise invalid("workspace", f"{args.workspace.nbytes} bytes", f"at least {needed}")
+            workspace, _ = places.place(args.workspace)
+        elif needed:
+            memory = device.allocate(needed, stream)
+            workspace = memory.address
+        _compile.warm_up(device, [step.source for step in plan.steps])
+        prepared = [_prepared.prepare(device, step, call) for step in plan.steps]
+        for launch in prepared:
+            launch.put(device, stream, workspace)
         places.fetch()
-        return None
-
-    def _launch(self, device: _device.Device, stream: int, step: _plan.Step, call: Array) -> None:
-        for name, value in step.fields:
-            call[name] = value
-        kernel = _compile.kernel(device, step.source)
-        device.launch(kernel, (step.num_blocks, 1, 1), step.threads, step.shared_bytes, stream, call)
+        if again is None or not isinstance(args.out, DeviceArray) or args.workspace is not None:
+            return None
+        return _prepared.repeat(device, stream, prepared, places, args, needed)
 
     def merge_states(self, args: MergeArgs) -> None:
         """Fill ``args.out`` and ``args.lse``."""
-        raise NotImplementedError
+        device, stream = self._device_of(args.parts, args)
+        _operations.merge_states(device, stream, _places.Places(device, stream), args)
 
     def append_kv(self, args: AppendArgs) -> None:
         """Write the tokens into the caches."""
-        raise NotImplementedError
+        device, stream = self._device_of(args.k, args)
+        _operations.append_kv(device, stream, _places.Places(device, stream), args)
 
     def attention_stats(self, args: StatsArgs) -> None:
         """Fill the results in `args` that are not None."""
-        raise NotImplementedError
+        device, stream = self._device_of(args.attention.q, (*args.attention, *args))
+        problem = self._problem(args.attention, device)
+        _operations.attention_stats(device, stream, _places.Places(device, stream), args, problem)
 
     def explain(self, args: AttentionArgs) -> Explanation:
         """Say what `attention` would do, without doing it."""
-        device, _ = self._device_of(args.q, args)
+        device, _ = self._device_of(args.q, (*args, *(args.spans or ())))
         problem = self._problem(args, device)
-        plan = _plan.plan(problem)
+        plan = self._plan(problem)
         rows = "family: asked for" if args.family is not None else (
             f"family: decode up to {_plan.DECODE_MAX_ROWS} query rows per key/value head "
             f"({problem.group} per query)"
         )
+        total, seen, told = _tiles(args, plan)
         return Explanation(
             backend=self.name,
             kernel=plan.kernel,
@@ -214,17 +174,25 @@ class CudaBackend:
             num_splits=plan.max_splits,
             num_items=plan.steps[0].num_blocks,
             num_threads=plan.steps[0].threads,
-            tiles_total=0,
-            tiles_skipped=0,
+            tiles_total=total,
+            tiles_skipped=total - seen,
             workspace_bytes=_plan.workspace_bytes(problem, plan),
-            reasons=(f"isa: {device.name}", rows, *plan.reasons),
+            reasons=(f"isa: {device.name}", rows, *plan.reasons, *told),
         )
 
 
-def _any_on_device(value: Any) -> bool:
-    if isinstance(value, tuple):
-        return any(map(_any_on_device, value))
-    return isinstance(value, DeviceArray)
+def _tiles(args: AttentionArgs, plan: _plan.Plan) -> tuple[int, int, tuple[str, ...]]:
+    """Return the key tiles of all work items and those that some row of the item sees, and what to add."""
+    if any(map(_places.any_on_device, args._replace(q=None, k=None, v=None, out=None, lse=None))):  # type: ignore[arg-type]
+        return 0, 0, ("tiles: not counted, since lengths or masks lie on the device",)
+    args = args._replace(score_mod=None, mask_mod=None)  # expressions, which hide no whole tile as far as is known
+    total = seen = 0
+    for sequence in sequences(args):
+        tiles = -(-sequence.seqlen_kv // plan.tile)
+        for block in row_blocks(args, sequence, plan.rows_per_item):
+            total += tiles
+            seen += sum(1 for _ in key_tiles(args, block, 0, sequence.seqlen_kv, plan.tile))
+    return total, seen, ()
 
 
 def _is_aligned(array: Array) -> bool:

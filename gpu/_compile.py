@@ -15,6 +15,8 @@ import sys
 import tempfile
 import threading
 from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -118,9 +120,10 @@ def compile_cubin(source_text: str, options: tuple[str, ...], architecture: str)
     from cupy.cuda import nvrtc
 
     program = nvrtc.createProgram(INTEGERS + source_text, "pyflash.cu", (), ())
-    flags = ("-std=c++17", f"--gpu-architecture={architecture}", "--ptxas-options=-v", "-diag-suppress=177", *options)
+    # 177: a function of a header that this kernel does not use. The report of ptxas is for tests.
+    flags = ["-std=c++17", f"--gpu-architecture={architecture}", "--ptxas-options=-v", "-diag-suppress=177"]
     try:
-        nvrtc.compileProgram(program, tuple(flags))
+        nvrtc.compileProgram(program, (*flags, *options))
         return nvrtc.getCUBIN(program), nvrtc.getProgramLog(program)
     except nvrtc.NVRTCError as error:
         log = nvrtc.getProgramLog(program)
@@ -163,9 +166,13 @@ class _Loaded:
 _loaded: dict[tuple[int, int], _Loaded] = {}
 
 
+def _loaded_on(device: _device.Device) -> _Loaded:
+    return _loaded.setdefault((id(_device.platform), device.index), _Loaded())
+
+
 def kernel(device: _device.Device, source: Source) -> _device.Kernel:
     """Return a kernel, compiled and loaded if need be."""
-    loaded = _loaded.setdefault((id(_device.platform), device.index), _Loaded())
+    loaded = _loaded_on(device)
     with loaded.lock:
         found = loaded.kernels.get(source)
         if found is not None:
@@ -177,3 +184,11 @@ def kernel(device: _device.Device, source: Source) -> _device.Kernel:
         while len(loaded.kernels) > CAPACITY:
             loaded.kernels.popitem(last=False)
     return found
+
+
+def warm_up(device: _device.Device, sources: Sequence[Source]) -> None:
+    """Compile and load kernels side by side; NVRTC works on one of them per thread."""
+    missing = [source for source in dict.fromkeys(sources) if source not in _loaded_on(device).kernels]
+    if len(missing) > 1:
+        with ThreadPoolExecutor(min(len(missing), os.cpu_count() or 1)) as pool:
+            list(pool.map(functools.partial(kernel, device), missing))

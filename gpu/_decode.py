@@ -243,8 +243,6 @@ def decode_steps(problem: Problem) -> tuple[tuple[Step, ...], int, int, int] | N
     if problem.packed and problem.family is None:
         # Longer sequences are another family's.
         most = DECODE_MAX_ROWS // max(problem.group, 1)
-        if most == 0:
-            return (), 1, 0, 0
         problem = problem._replace(max_seqlen_q=min(problem.max_seqlen_q, most))
     shape = shape_of(problem)
     return None if shape is None else _compose(problem, shape)

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 import sys
 from typing import Any, Protocol
-
-import numpy as np
 
 from .._description import Array
 
@@ -210,9 +209,19 @@ class _CupyDevice:
 
 
 class _CupyPlatform:
-    @functools.cache  # noqa: B019 - there is one platform
+    def __init__(self) -> None:
+        self._process: int | None = None  # in which the driver has been started
+
     def unavailable(self) -> str | None:
         """Return why no GPU can be used, in one sentence."""
+        if self._process not in (None, os.getpid()):
+            return "this process was forked from one that had used CUDA; start it by spawn or forkserver"
+        reason = self._missing()
+        self._process = os.getpid()
+        return reason
+
+    @functools.cache  # noqa: B019 - there is one platform
+    def _missing(self) -> str | None:
         try:
             import cupy
         except ImportError as error:

@@ -22,9 +22,14 @@ _TREE_SEEN, _TREE_PARENTS = 1, 2
 
 @functools.cache
 def struct(name: str, header: Path = _HEADER) -> np.dtype[Any]:
-    """Return a struct of a header as a NumPy dtype; all of its fields have 8 bytes or are such structs."""
+    """Return a struct of a header, or of call.cuh, as a NumPy dtype.
+
+    All of its fields have 8 bytes or are such structs.
+    """
     text = re.sub(r"/\*.*?\*/", "", header.read_text(encoding="utf-8"), flags=re.DOTALL)
     found = re.search(rf"struct {name} \{{(.*?)\n\}};", text, re.DOTALL)
+    if found is None and header != _HEADER:
+        return struct(name)
     if found is None:
         raise LookupError(f"{header.name} has no struct {name}")
     fields: list[Any] = []

@@ -1,12 +1,12 @@
-"""How a call is computed: which kernel, with what constants, on what grid. Pure: needs no device.
+"""How calls are described to those who plan them, and the plan of the generic kernel. Pure: needs no device.
 
-A `Problem` holds all that the choice depends on; `plan` asks the families in turn, and the first that takes a
-problem says how. The generic kernel takes everything.
+A `Problem` holds all that the choice of a kernel depends on; a `Plan` says what is launched for it. Who is
+asked in which order stands in `_choose`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from .._description import DECODE_MAX_ROWS
@@ -53,6 +53,7 @@ class Problem(NamedTuple):
     terms: frozenset[str] = frozenset()  # of `TERMS`
     spans: bool = False  # causal, window or spans: not every row sees every key
     positive_scale: bool = True
+    wide_scores: bool = False  # scores may be beyond float32
     num_splits: int | None = None
     tile: int | None = None
     family: str | None = None
@@ -67,17 +68,30 @@ class Problem(NamedTuple):
     @property
     def real(self) -> str:
         """The type of C that is computed in."""
-        return "double" if self.q_dtype == "float64" else "float"
+        return "double" if self.q_dtype == "float64" or self.wide_scores else "float"
 
     @property
     def state_bytes(self) -> int:
         """Bytes of one number of a state."""
-        return 8 if self.q_dtype == "float64" else 4
+        return 8 if self.real == "double" else 4
 
     @property
     def num_rows(self) -> int:
         """Rows of states."""
         return self.num_queries * self.num_heads
+
+
+class Splits(NamedTuple):
+    """How keys are cut into parts: fields of pf_call."""
+
+    max_splits: int = 1  # of any sequence
+    num_splits: int = 0  # asked for
+    split_keys: int = 0  # keys between two borders
+
+    @property
+    def are_merged(self) -> bool:
+        """Whether states of parts go to the workspace, for another kernel to merge."""
+        return self.max_splits > 1 or self.num_splits > 1
 
 
 class Step(NamedTuple):
@@ -88,6 +102,7 @@ class Step(NamedTuple):
     num_blocks: int
     shared_bytes: int = 0
     fields: tuple[tuple[str, int], ...] = ()  # of pf_call, that this step sets
+    splits: Splits = Splits()
 
 
 class Plan(NamedTuple):
@@ -110,10 +125,6 @@ class Variant(NamedTuple):
     source: Source
     architectures: tuple[int, ...]  # capabilities that it is for
     spill_bytes: int = 0  # most that it may spill
-
-
-#: A family: how it computes a problem, None if it does not take it.
-Family = Callable[[Problem], "Plan | None"]
 
 
 def term_bits(problem: Problem) -> int:
@@ -165,7 +176,7 @@ def combine_step(problem: Problem, fields: tuple[tuple[str, int], ...]) -> Step:
     """Return the launch that merges the states of splits, one block a row."""
     warps = min(max(ceil_div(problem.head_dim_v, 32), 1), 4)
     blocks = row_blocks(problem, 1, problem.num_heads * problem.batch)
-    source = Source("combine.cu", "pf_combine", _generic_defines(problem), problem.expressions)
+    source = Source("combine.cu", "pf_combine", generic_defines(problem), problem.expressions)
     return Step(
         source,
         32 * warps,
@@ -174,7 +185,7 @@ def combine_step(problem: Problem, fields: tuple[tuple[str, int], ...]) -> Step:
     )
 
 
-def _generic_defines(problem: Problem) -> tuple[tuple[str, str], ...]:
+def generic_defines(problem: Problem) -> tuple[tuple[str, str], ...]:
     """Constants of the kernels that test at run time which terms there are."""
     terms = sum(bit for name, bit in TERMS.items() if not name.endswith("_mod") or name in problem.terms)
     return ("PF_REAL", problem.real), ("PF_TERMS", str(terms))
@@ -182,53 +193,45 @@ def _generic_defines(problem: Problem) -> tuple[tuple[str, str], ...]:
 
 #: Keys per tile of the generic kernel (PF_CAREFUL_TILE).
 GENERIC_TILE = 256
+#: Rows of a block of the generic kernel, a warp each.
+GENERIC_WARPS = 4
 #: Keys per split of the generic kernel in the decode family.
 GENERIC_SPLIT_KEYS = 512
 
 
+def generic_steps(problem: Problem, family: str) -> tuple[Step, ...]:
+    """Return the launches that compute the sequences of a family by the generic kernel."""
+    splits = Splits(*split_fields(problem, GENERIC_SPLIT_KEYS if family == "decode" else 0))
+    warps = GENERIC_WARPS
+    others = problem.num_heads * splits.max_splits * problem.batch
+    blocks = row_blocks(problem, warps, others)
+    limits = row_limits(problem, family)
+    source = Source("generic.cu", "pf_generic", generic_defines(problem), problem.expressions)
+    step = Step(source, 32 * warps, blocks * others, 0, (*limits, ("row_blocks", blocks)), splits)
+    if not splits.are_merged:
+        return (step,)
+    return step, combine_step(problem, limits)._replace(splits=splits)
+
+
 def generic(problem: Problem) -> Plan:
     """One warp a row: every option, every type, every width."""
-    family = "+".join(families_of(problem))
-    max_splits, num_splits, split_keys = split_fields(problem, GENERIC_SPLIT_KEYS if family == "decode" else 0)
-    warps = 4
-    others = problem.num_heads * max_splits * problem.batch
-    blocks = row_blocks(problem, warps, others)
-    limits = (("min_rows", 0), ("max_rows", NO_LIMIT))
-    source = Source("generic.cu", "pf_generic", _generic_defines(problem), problem.expressions)
-    steps = [Step(source, 32 * warps, blocks * others, fields=(*limits, ("row_blocks", blocks)))]
-    if max_splits > 1 or num_splits > 1:
-        steps.append(combine_step(problem, limits))
-    return Plan(
-        "generic", family, tuple(steps), GENERIC_TILE, warps, max_splits, num_splits, split_keys,
-        ("kernel: generic, since no faster one takes this call",),
-    )  # fmt: skip
-
-
-#: In the order in which they are asked; `generic` comes last and takes everything.
-FAMILIES: tuple[Family, ...] = (generic,)
-
-
-def plan(problem: Problem) -> Plan:
-    """Return how a problem is computed."""
-    for family in FAMILIES:
-        found = family(problem)
-        if found is not None:
-            return found
-    raise AssertionError("the generic kernel takes every problem")
+    (family,) = families_of(problem)
+    steps = generic_steps(problem, family)
+    reasons = ("kernel: generic, since no faster one takes this call",)
+    return Plan("generic", family, steps, GENERIC_TILE, GENERIC_WARPS, *steps[0].splits, reasons)
 
 
 def workspace_bytes(problem: Problem, found: Plan) -> int:
     """Return the bytes of the states of splits, 0 without splits."""
-    if len(found.steps) == 1 and found.max_splits == 1:
-        return 0
-    return found.max_splits * problem.num_rows * (problem.head_dim_v + 2) * problem.state_bytes
+    most = max((step.splits.max_splits for step in found.steps if step.splits.are_merged), default=0)
+    return most * problem.num_rows * (problem.head_dim_v + 2) * problem.state_bytes
 
 
 def variants() -> Iterator[Variant]:
-    """Yield every kernel that may be compiled, but for expressions of callers."""
-    everything = 2 ** len(TERMS) - 1 - TERMS["score_mod"] - TERMS["mask_mod"]
+    """Yield the kernels of this module as they may be compiled."""
+    everything = sum(bit for name, bit in TERMS.items() if not name.endswith("_mod"))
     for real in ("float", "double"):
         for file, name in (("generic.cu", "pf_generic"), ("combine.cu", "pf_combine")):
             defines = (("PF_REAL", real), ("PF_TERMS", str(everything)))
-            # The stack of waiting states lies in local memory, which is no spill.
-            yield Variant(Source(file, name, defines), ())
+            # Right first: these keep more at hand than there are registers.
+            yield Variant(Source(file, name, defines), (), spill_bytes=2048)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from . import _args, _backends, _call_table
+from . import _args, _backends, _call_table, _device_calls
 from ._description import Array, Arrays, Backend, Explanation, IndexArrays
 from ._errors import invalid, unsupported
 from ._options import attention_options
@@ -25,8 +25,13 @@ def _run(
     remembers = key is not None and _call_table.comes_again(key)
     again = Arrays(*inputs, call.out, index) if remembers else None
     repeat = backend.attention(call.args, again=again)
-    if repeat is not None:
-        lse = call.lse
+    lse = call.lse
+    if repeat is not None and _device_calls.is_of_device(key):
+        shape, dtype = (None, "") if lse is None else (lse.shape, lse.dtype.name)
+        _device_calls.remember(
+            key, _device_calls.Known(repeat, call.out.shape, call.out.dtype.name, shape, dtype)
+        )
+    elif repeat is not None:
         known = _call_table.Known(
             repeat,
             call.out.shape,
@@ -82,6 +87,10 @@ def flash_attention(
 
     Notes
     -----
+    Arrays may be of NumPy, CuPy or PyTorch, or anything with DLPack or an array interface. They are
+    used where they lie, without copies, and the result is of the kind of `q`. On a GPU all of them lie
+    on that of `q`, but for index arrays and what is small, which may be NumPy's.
+
     The C backend computes float64 in float64 and everything else in float32, NumPy all in
     float64. A key that a row may not see does not reach it, even when it holds NaN. With the
     default options, the bits of a row do not depend on threads, on other sequences or, within
@@ -102,8 +111,10 @@ def flash_attention(
     """
     index = () if seq_lens is None else (None, None, seq_lens, None)
     key, result = _call_table.attempt("dense", q, k, v, out, index, layout, "nhd", backend, options)
+    if key is None:
+        key, result = _device_calls.attempt("dense", (q, k, v, out), index, (layout,), backend, options)
     if result is not None:
-        return result
+        return result  # type: ignore[no-any-return]
     chosen = _backends.resolve(backend, q)
     call = _args.dense(q, k, v, backend=chosen.name, layout=layout, seq_lens=seq_lens, out=out, **options)
     return _run(call, chosen, key, (q, k, v), out, index, options)
@@ -199,8 +210,10 @@ def flash_attention_varlen(
     """
     index = (cu_seqlens_q, cu_seqlens_kv, None, None)
     key, result = _call_table.attempt("varlen", q, k, v, out, index, "packed", "nhd", backend, options)
+    if key is None:
+        key, result = _device_calls.attempt("varlen", (q, k, v, out), index, (), backend, options)
     if result is not None:
-        return result
+        return result  # type: ignore[no-any-return]
     chosen = _backends.resolve(backend, q)
     call = _args.varlen(q, k, v, cu_seqlens_q, cu_seqlens_kv, backend=chosen.name, out=out, **options)
     return _run(call, chosen, key, (q, k, v), out, index, options)
@@ -267,8 +280,12 @@ def paged_attention(
     key, result = _call_table.attempt(
         "paged", q, k_cache, v_cache, out, index, layout, cache_layout, backend, options
     )
+    if key is None:
+        key, result = _device_calls.attempt(
+            "paged", (q, k_cache, v_cache, out), index, (layout, cache_layout), backend, options
+        )
     if result is not None:
-        return result
+        return result  # type: ignore[no-any-return]
     chosen = _backends.resolve(backend, q)
     call = _args.paged(
         q,

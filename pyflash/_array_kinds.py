@@ -40,6 +40,9 @@ def _numpy_dtype(name: str, dtype: str, of: str) -> np.dtype[Any]:
 class Torch(DeviceKind):
     """PyTorch, on the host and on NVIDIA GPUs."""
 
+    def __init__(self) -> None:
+        self._dtypes: dict[Any, np.dtype[Any]] = {}
+
     @staticmethod
     def _torch() -> Any:
         return sys.modules.get("torch")
@@ -47,6 +50,12 @@ class Torch(DeviceKind):
     def recognises(self, x: Any) -> bool:
         tensor = getattr(self._torch(), "Tensor", None)
         return tensor is not None and isinstance(x, tensor)
+
+    def _numpy_dtype(self, name: str, dtype: Any) -> np.dtype[Any]:
+        found = self._dtypes.get(dtype)
+        if found is None:
+            found = self._dtypes[dtype] = _numpy_dtype(name, str(dtype).removeprefix("torch."), "torch")
+        return found
 
     def is_on_device(self, x: Any) -> bool:
         return bool(x.is_cuda)
@@ -63,7 +72,7 @@ class Torch(DeviceKind):
             raise invalid(name, "a torch tensor that is conjugated or negated when it is read", expected)
         if x.device.type not in ("cpu", "cuda") or (x.is_cuda and getattr(torch.version, "hip", None)):
             raise invalid(name, f"a torch tensor on {x.device}", "the host or an NVIDIA GPU")
-        return self._seen(x, _numpy_dtype(name, str(x.dtype).removeprefix("torch."), "torch"))
+        return self._seen(x, self._numpy_dtype(name, x.dtype))
 
     def _seen(self, x: Any, dtype: np.dtype[Any]) -> Array:
         shape = tuple(x.shape)
@@ -83,7 +92,7 @@ class Torch(DeviceKind):
         return torch.from_numpy(array.view(BITS[array.itemsize])).view(getattr(torch, array.dtype.name))
 
     def wrap(self, native: Any) -> DeviceArray:
-        seen = self._seen(native, _dtypes.numpy_dtype(str(native.dtype).removeprefix("torch.")))
+        seen = self._seen(native, self._numpy_dtype("a result", native.dtype))
         assert isinstance(seen, DeviceArray)
         return seen
 

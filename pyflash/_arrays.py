@@ -22,6 +22,9 @@ __all__ = ["DeviceArray", "DeviceKind", "Kind", "see"]
 #: The kinds of arrays beside NumPy's, each asked in turn.
 _kinds: list[Kind] = [TORCH, CUPY, Protocols()]
 
+#: Kinds by the type of their arrays, of those whose arrays are of one type.
+_by_type: dict[type, Kind] = {}
+
 #: The kind of arrays that pyflash makes on a device for itself.
 own_kind: DeviceKind = CUPY
 
@@ -43,11 +46,16 @@ def register(kind: Kind) -> None:
 
 def kind_of(x: Any) -> Kind | None:
     """Return the kind of an array, None for NumPy's and for whatever is no array."""
-    # Numbers, texts and functions come as often as arrays.
+    found = _by_type.get(type(x))
+    if found is not None:
+        return found
+    # Numbers and texts come as often as arrays.
     if isinstance(x, (np.ndarray, np.generic, str, int, float, tuple, list, type(None))):
         return None
     for kind in _kinds:
         if kind.recognises(x):
+            if kind in (TORCH, CUPY):
+                _by_type[type(x)] = kind
             return kind
     return None
 
@@ -66,7 +74,7 @@ def see_all(arguments: dict[str, Any]) -> dict[str, Any]:
     if arguments.get("v_scale") is arguments.get("k_scale") and "k_scale" in arguments:
         seen["v_scale"] = seen["k_scale"]  # one array stays one
     spans = seen.get("spans")
-    if isinstance(spans, (tuple, list)):
+    if isinstance(spans, (tuple, list)) and any(kind_of(end) is not None for end in spans):
         seen["spans"] = tuple(see(f"spans[{i}]", end) for i, end in enumerate(spans))
     return seen
 

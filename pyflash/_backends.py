@@ -63,13 +63,20 @@ class _Absent:
     attention = attention_stats = merge_states = append_kv = explain = _refuse
 
 
-def resolve(name: object, array: object = None) -> Backend:
-    """Return the backend that a call with ``backend=name`` on an array uses, or raise BackendUnavailable."""
+def chosen_name(name: object) -> str:
+    """Return the name that ``backend=name`` stands for: itself or the default, which may be "auto"."""
     if name is None:
         name = _current.get() or os.environ.get("PYFLASH_BACKEND") or AUTO
+    chosen: str = _checks.choice("backend", name, (*MODULES, AUTO))
+    return chosen
+
+
+def resolve(name: object, array: object = None) -> Backend:
+    """Return the backend that a call with ``backend=name`` on an array uses, or raise BackendUnavailable."""
+    name = chosen_name(name)
     if name == AUTO:
         name = "cuda" if _arrays.is_on_device(array) else "c"
-    backend = load(_checks.choice("backend", name, (*MODULES, AUTO)))
+    backend = load(name)
     reason = backend.unavailable()
     if reason is not None:
         raise BackendUnavailable(f"backend: {name!r} is not available: {reason}")

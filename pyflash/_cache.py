@@ -124,10 +124,12 @@ class PagedKVCache:
         self.page_size = _checks.integer("page_size", page_size, 1)
         self.num_layers = _checks.integer("num_layers", num_layers, 1)
         self.cache_layout: str = _checks.choice("cache_layout", cache_layout, ("nhd", "hnd"))
+        if backend is not None or _backends.chosen_name(None) == "cuda":
+            backend = _backends.resolve(backend).name  # pools on a GPU stay with their backend
         self.backend = backend
         #: What makes the arrays, None for NumPy.
         self._kind: _arrays.DeviceKind | None = None
-        if backend is not None and _backends.resolve(backend).name == "cuda":
+        if backend == "cuda":
             self._kind, self._device = _arrays.own_kind, _arrays.own_kind.current_device()
         num_kv_heads = _checks.integer("num_kv_heads", num_kv_heads, 1)
         stored, self._dtype_name = _stored_as(dtype)

@@ -57,12 +57,17 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=clear)  # the number of threads is another one there
 
 
-def _plain(options: dict[str, Any]) -> tuple[Any, ...] | None:
-    """Return options as part of a key, None if calls that have one of them are not remembered."""
+def plain_options(
+    options: dict[str, Any], looked_into: tuple[str, ...] = ("max_seqlen_q",)
+) -> tuple[Any, ...] | None:
+    """Return options as part of a key, None if calls that have one of them are not remembered.
+
+    `looked_into` are the names of options that go with a look into index arrays.
+    """
     key: tuple[Any, ...] = ()
     for name, value in options.items():
         kind = type(value)
-        if name == "max_seqlen_q":  # is compared with what index arrays contain
+        if name in looked_into:
             return None
         if kind in _PLAIN:
             key += name, kind, repr(value) if kind is float and not value else value
@@ -112,7 +117,7 @@ def attempt(
             return None, None
         into = out.shape, out.strides, out.dtype
     given: Any = None
-    if options and (given := _plain(options)) is None:
+    if options and (given := plain_options(options)) is None:
         return None, None
     indices: Any = None
     if index and (indices := _layout_of(index)) is None:

@@ -196,20 +196,17 @@ def _rest(whole: AttentionArgs, own: AttentionArgs, shared_len: int, out: Array,
             )
         return _renamed(function, lambda b, h, query, key: (b, h, query + shared_len, key + shared_len))
 
-    spans = None
-    if whole.spans is not None:
-        lo, hi = (_arrays.computed(lambda x: x - shared_len, end) for end in whole.spans)
-        spans = lo, hi
+    def moved(positions: Array) -> Array:
+        return _arrays.computed(lambda x: x - shared_len, positions)
+
     return own._replace(
         out=out,
         lse=lse,
-        spans=spans,
+        spans=None if whole.spans is None else (moved(whole.spans[0]), moved(whole.spans[1])),
         bias=None if whole.bias is None else whole.bias[..., shared_len:],
         mask=None if whole.mask is None else whole.mask[..., shared_len:],
         sink_tokens=max(0, whole.sink_tokens - shared_len),
-        q_offset=(
-            None if whole.q_offset is None else _arrays.computed(lambda x: x - shared_len, whole.q_offset)
-        ),
+        q_offset=None if whole.q_offset is None else moved(whole.q_offset),
         score_mod=shifted(whole.score_mod),
         mask_mod=shifted(whole.mask_mod),
         **{name: getattr(whole, name) for name in (*_SAME_IN_BOTH, "tree")},
@@ -240,10 +237,14 @@ def _base(whole: AttentionArgs, own: AttentionArgs, prefix: Prefix) -> Attention
 
 
 def _is_unread(whole: AttentionArgs) -> bool:
-    """Return whether the host does not know at which positions rows are, or what they see."""
+    """Return whether rows stay where they are: the host does not know their positions or what they see."""
     index = [whole.seq_lens, whole.cu_seqlens_q, whole.q_offset, *(whole.spans or ())]
     functions = (whole.score_mod, whole.mask_mod)
-    return any(isinstance(x, DeviceArray) for x in index) or any(isinstance(x, str) for x in functions)
+    return (
+        any(isinstance(x, DeviceArray) for x in index)
+        or any(isinstance(x, str) for x in functions)
+        or isinstance(whole.q_scale, np.ndarray)  # which belongs to rows where they are
+    )
 
 
 def _unread_pass(
@@ -267,6 +268,7 @@ def _unread_pass(
         (at_the_end or not base.causal)
         and (base.window == (UNLIMITED, UNLIMITED) or base.sink_tokens >= shared_len)
         and whole.spans is None
+        and not isinstance(whole.q_scale, np.ndarray)
         and all(getattr(base, name) is None for name in terms)
     ):
         q = _arrays.reshaped(whole.q, (1, batch * seqlen, num_heads, head_dim))

@@ -54,11 +54,12 @@ class DeviceArray(np.ndarray[Any, np.dtype[Any]]):
     kind: DeviceKind
     owner: Any
     device: int = 0  # type: ignore[assignment] # NumPy's own says "cpu"
-    _as_given: tuple[Any, ...]
+    _as_given: tuple[Any, ...] = ()
 
     def __array_finalize__(self, other: Any) -> None:
-        for name in ("kind", "owner", "device", "_as_given"):
-            setattr(self, name, getattr(other, name, None))
+        if isinstance(other, DeviceArray):
+            self.kind, self.owner, self.device = other.kind, other.owner, other.device
+            self._as_given = other._as_given
 
     @property
     def address(self) -> int:
@@ -197,5 +198,5 @@ def over_device(
     """Return the description of an array of the caller's on a device."""
     array = over_memory(address, shape, strides, dtype, owner=owner, readonly=readonly).view(DeviceArray)
     array.kind, array.owner, array.device = kind, owner, device
-    array._as_given = (array.address, array.shape, array.strides, array.dtype)
+    array._as_given = (address or _NOWHERE, shape, array.strides, dtype)
     return array

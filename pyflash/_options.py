@@ -49,7 +49,8 @@ score_mod, mask_mod : function, optional
     ``mask_mod(batch, head, query, key)`` whether the key may be seen. ``query`` is the position
     ``i + offset``. On the NumPy backend functions of arrays that broadcast to (rows, keys); on C
     function pointers ``double (*)(double, int64_t, int64_t, int64_t, int64_t)`` and
-    ``int32_t (*)(int64_t, int64_t, int64_t, int64_t)`` of cffi, ctypes or numba, called from any thread.
+    ``int32_t (*)(int64_t, int64_t, int64_t, int64_t)`` of cffi, ctypes or numba, called from any thread;
+    on CUDA a str, a C++ expression in these variables such as ``"score * 0.5f"``, compiled into the kernel.
 k_scale, v_scale : float or ndarray, optional
     What stored keys and values are multiplied by: a number, (num_kv_heads,), or one per token and head:
     float32 of the shape of `k` or `v` without its last axis. Default 1.
@@ -76,7 +77,8 @@ isa : str, optional
     Instruction set of the C backend, one of `available_isas`. Default: ``PYFLASH_ISA``, else
     the best this machine has.
 workspace : (num_bytes,) uint8 ndarray, optional
-    Scratch memory the caller keeps for the C backend; `explain` says how much a call needs.
+    Scratch memory the caller keeps for the C backend, or on the GPU for CUDA; `explain` says how much a
+    call needs.
 tile : int, optional
     Keys per tile of the recurrence. Default: a constant of the kernel.
 family : {"prefill", "decode"}, optional
@@ -84,14 +86,20 @@ family : {"prefill", "decode"}, optional
     key/value head (``seqlen_q * num_heads / num_kv_heads``).
 max_seqlen_q : int, optional
     A bound on the queries of a sequence; checked, and of use only where lengths lie on a device.
-batch_invariant, q_scale, check_indices
-    Of the CUDA backend; the others refuse them.
+batch_invariant : bool, default False
+    CUDA only: bits of a row that do not depend on other rows, on other sequences or on pages.
+q_scale : float or ndarray, optional
+    CUDA only: what float8_e4m3fn queries are multiplied by, a number, (num_heads,) or one per token and
+    head. Their output is bfloat16 unless `out_dtype` says otherwise.
+check_indices : bool, default False
+    CUDA only: read index arrays that lie on a device back and check what they contain.
 backend : {"auto", "numpy", "c", "cuda"}, optional
-    Default: `use_backend`, else ``PYFLASH_BACKEND``, else where the arrays live."""
+    Default: `use_backend`, else ``PYFLASH_BACKEND``, else "cuda" where `q` lies on a GPU and "c"
+    elsewhere."""
 
 _RETURNS = """\
 out : ndarray
-    Shaped like `q` with the width of the values; rows that see no key are 0.
+    Shaped like `q` with the width of the values, an array of its kind; rows that see no key are 0.
 lse : ndarray
     Only with ``return_lse=True``; {lse_shape}."""
 

@@ -22,21 +22,21 @@ import pytest
 import pyflash
 
 
-def _emulate_cuda() -> None:
+def _emulate_cuda() -> bool:
     """Put the emulator in the place of a GPU that is not there, for this process."""
     import emulator
-
     from pyflash.gpu import _device
 
     if _device.platform.unavailable() is None:
-        return
+        return False
     _device.platform = emulator.Platform()
     if (reason := _device.platform.unavailable()) is not None:
         raise pytest.UsageError(f"PYFLASH_TEST_EMULATED_CUDA: {reason}")
+    return True
 
 
-if os.environ.get("PYFLASH_TEST_EMULATED_CUDA", "0") != "0":
-    _emulate_cuda()
+#: Whether the backend "cuda" runs on the CPU. Other processes import this file to have it so.
+CUDA_IS_EMULATED = os.environ.get("PYFLASH_TEST_EMULATED_CUDA", "0") != "0" and _emulate_cuda()
 
 #: Test id -> what picks the backend in a call. A backend that is not here is not tested.
 BACKENDS: dict[str, dict[str, Any]] = {
@@ -68,6 +68,11 @@ class TestedBackend:
     def has_threads(self) -> bool:
         """Whether the backend takes ``num_threads=``."""
         return self.name == "c"
+
+    @property
+    def is_emulated(self) -> bool:
+        """Whether its kernels run in the emulator: slowly, and only in processes that import this file."""
+        return self.name == "cuda" and CUDA_IS_EMULATED
 
     @contextlib.contextmanager
     def chosen(self) -> Iterator[str]:

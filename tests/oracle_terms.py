@@ -56,10 +56,14 @@ class Sequence(NamedTuple):
 
 
 class UserFunction:
-    """A `score_mod` or `mask_mod` for every backend: arithmetic that works on arrays as on numbers."""
+    """A `score_mod` or `mask_mod` for every backend: arithmetic that works on arrays as on numbers.
 
-    def __init__(self, function: Callable[..., Any], *, of_score: bool) -> None:
+    `cuda` is the same as a C++ expression.
+    """
+
+    def __init__(self, function: Callable[..., Any], cuda: str, *, of_score: bool) -> None:
         self.numpy = function
+        self.cuda = cuda
         arguments = [ctypes.c_double] * of_score + [ctypes.c_int64] * 4
         result = float if of_score else int
         # Kept here: the pointer must not outlive what it points to.
@@ -69,7 +73,7 @@ class UserFunction:
 
     def of_backend(self, name: str) -> Any:
         """What a backend takes."""
-        return self.numpy if name == "numpy" else self.c
+        return {"numpy": self.numpy, "c": self.c, "cuda": self.cuda}[name]
 
 
 # --- storage ---

@@ -70,11 +70,18 @@ def num_draft_of(n: Sizes) -> int:
 
 #: Arithmetic for score_mod and mask_mod, on arrays as on numbers.
 SOFTER = UserFunction(
-    lambda s, b, h, i, j: s * (1 + 0.25 * (j % 3)) - 0.05 * abs(i - j) * (h + 1), of_score=True
+    lambda s, b, h, i, j: s * (1 + 0.25 * (j % 3)) - 0.05 * abs(i - j) * (h + 1),
+    "score * (1 + 0.25 * (key % 3)) - 0.05 * (query < key ? key - query : query - key) * (head + 1)",
+    of_score=True,
 )
-BY_BATCH = UserFunction(lambda s, b, h, i, j: s / (1 + b) + h, of_score=True)
-SPARSE = UserFunction(lambda b, h, i, j: (i + 2 * j + h) % 4 != 1, of_score=False)
-BATCHED = UserFunction(lambda b, h, i, j: (i + j + h + b) % 3 != 0, of_score=False)
+BY_BATCH = UserFunction(lambda s, b, h, i, j: s / (1 + b) + h, "score / (1 + batch) + head", of_score=True)
+# Remainders of negative positions are another number in C++.
+SPARSE = UserFunction(
+    lambda b, h, i, j: (i + 2 * j + h) % 4 != 1, "((query + 2 * key + head) % 4 + 4) % 4 != 1", of_score=False
+)
+BATCHED = UserFunction(
+    lambda b, h, i, j: (i + j + h + b) % 3 != 0, "(query + key + head + batch) % 3 != 0", of_score=False
+)
 
 #: name -> options of a call of these sizes
 TERMS: dict[str, Callable[[Sizes], dict[str, Any]]] = {

@@ -88,8 +88,8 @@ def checked(arrays: list[np.ndarray], options: dict[str, Any], backend: Any) -> 
 
 
 def is_refused(call: Call, backend: Any) -> bool:
-    """Whether the backend has user functions, which see positions of one pass only, for its only form."""
-    return backend.name != "numpy" and any(isinstance(x, UserFunction) for x in call.options.values())
+    """Whether the call has functions that the backend would call with positions of one pass only."""
+    return backend.name == "c" and any(isinstance(x, UserFunction) for x in call.options.values())
 
 
 # --- every option ---

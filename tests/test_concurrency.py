@@ -23,7 +23,9 @@ TESTS = Path(__file__).parent
 
 def fresh(code: str, backend, **environment: str) -> str:
     """Run code in a fresh interpreter that knows this suite and `kwargs`; return what it prints."""
-    code = f"kwargs = {backend.kwargs!r}\n" + textwrap.dedent(code)
+    # conftest puts an emulator in the place of a missing GPU where that is asked for
+    emulated = "import conftest\n" if backend.name == "cuda" else ""
+    code = f"{emulated}kwargs = {backend.kwargs!r}\n" + textwrap.dedent(code)
     variables = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path]), **environment}
     done = subprocess.run(
         [sys.executable, "-c", code], env=variables, capture_output=True, text=True, timeout=300
@@ -293,6 +295,8 @@ print("done")
 @pytest.mark.parametrize("threads", ["1", "4"])
 def test_a_child_of_a_fork_runs_serial_and_right(any_isa, threads):
     """A child, and a child of that child, after the parent has used its threads."""
+    if any_isa.name == "cuda":
+        pytest.skip("CUDA does not work in a child of a fork; a test of the device holds it to saying so")
     assert fresh(AFTER_FORK, any_isa, OMP_NUM_THREADS=threads) == "done\n"
 
 

@@ -16,8 +16,7 @@ from pathlib import Path
 import pytest
 from emulator import Platform
 from emulator._toolchain import HEADERS, HERE
-
-from pyflash.gpu import _compile, _device, _plan
+from pyflash.gpu import _choose, _compile, _device, _plan
 
 KEPT = Path(__file__).resolve().parents[1] / "build" / "nvrtc"
 KERNELS = Path(_compile.__file__).parent / "kernels"
@@ -60,7 +59,7 @@ def capabilities(variant: _plan.Variant) -> list[int]:
 def cases() -> Iterator[tuple[Case, bool]]:
     """Every case, and whether it belongs to the normal run."""
     covered: set[tuple[str, int]] = set()
-    for variant in _plan.variants():
+    for variant in _choose.variants():
         own = capabilities(variant)
         usual = USUAL if USUAL in own else own[-1]
         for capability in own:
@@ -99,6 +98,7 @@ def log_of(text: str, options: tuple[str, ...], architecture: str) -> str:
     if path.exists():
         return path.read_text(encoding="utf-8")
     _, log = _compile.compile_cubin(text, options, architecture)
+    log = log.rstrip("\0")
     KEPT.mkdir(parents=True, exist_ok=True)
     path.write_text(log, encoding="utf-8")
     return log
@@ -129,11 +129,11 @@ def test_kernel_compiles(case):
 
 
 def test_every_kernel_file_has_variants():
-    assert {path.name for path in KERNELS.glob("*.cu")} == {v.source.file for v in _plan.variants()}
+    assert {path.name for path in KERNELS.glob("*.cu")} == {v.source.file for v in _choose.variants()}
 
 
 def test_variants_are_for_architectures_that_exist():
-    for variant in _plan.variants():
+    for variant in _choose.variants():
         assert set(variant.architectures) <= set(ARCHITECTURES), variant
         assert all(c >= _device.MIN_CAPABILITY for c in variant.architectures)
 
@@ -210,11 +210,11 @@ def test_no_ptx_elsewhere():
             assert not re.search(r"\basm\b", path.read_text(encoding="utf-8")), path.name
 
 
-@pytest.mark.parametrize("name", sorted({v.source.file for v in _plan.variants()}))
+@pytest.mark.parametrize("name", sorted({v.source.file for v in _choose.variants()}))
 def test_kernel_compiles_for_the_emulator(name):
     platform = Platform()
     if (reason := platform.unavailable()) is not None:
         pytest.skip(reason)
-    source = next(v.source for v in _plan.variants() if v.source.file == name)
+    source = next(v.source for v in _choose.variants() if v.source.file == name)
     kernel = platform.device(0).compile(_compile.text(source), source.name, source.options)
     assert kernel.static_shared_bytes <= MAX_STATIC_SHARED

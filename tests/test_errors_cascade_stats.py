@@ -228,7 +228,7 @@ def test_options_that_mean_nothing_here(option):
 
 
 def test_wrong_kind_of_user_function(any_isa):
-    function = UserFunction(lambda s, b, h, i, j: s, of_score=True)
+    function = UserFunction(lambda s, b, h, i, j: s, "score", of_score=True)
     wrong = function.of_backend("c" if any_isa.name == "numpy" else "numpy")
     with pytest.raises(pyflash.UnsupportedError, match="score_mod: "):
         pyflash.attention_stats(**stats(score_mod=wrong), **any_isa.kwargs)

@@ -69,16 +69,15 @@ struct pf_call {
     void *partial;
 };
 
-/* Which score terms and masks a kernel has been compiled for; the others cost nothing. */
-enum {
-    PF_TERM_SOFTCAP = 1,
-    PF_TERM_ALIBI = 2,
-    PF_TERM_BIAS = 4,
-    PF_TERM_MASK = 8,
-    PF_TERM_TREE = 16,
-    PF_TERM_SCORE_MOD = 32,
-    PF_TERM_MASK_MOD = 64,
-};
+/* Which score terms and masks a kernel has been compiled for; the others cost nothing. Macros, since the
+ * preprocessor asks too. */
+#define PF_TERM_SOFTCAP 1
+#define PF_TERM_ALIBI 2
+#define PF_TERM_BIAS 4
+#define PF_TERM_MASK 8
+#define PF_TERM_TREE 16
+#define PF_TERM_SCORE_MOD 32
+#define PF_TERM_MASK_MOD 64
 #ifndef PF_TERMS
 #define PF_TERMS (PF_TERM_SOFTCAP | PF_TERM_ALIBI | PF_TERM_BIAS | PF_TERM_MASK | PF_TERM_TREE)
 #endif

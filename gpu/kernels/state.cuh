@@ -1,5 +1,5 @@
-/* The state (m, l, o) of the recurrence: maximum score, sum of weights, weighted sum of values, relative to m.
- * The twin of c_src/kernels/state.h.
+/* The state (m, l, o) of the recurrence: maximum score, sum of weights, weighted sum of values, relative to
+ * m. The twin of c_src/kernels/state.h.
  *
  * m is -inf for a row that has seen no key, and at least the lowest finite number for any other, also one
  * whose scores are all -inf: so m alone tells who has seen something, and -inf - -inf never arises. */
@@ -65,20 +65,23 @@ PF_DEVICE double pf_sink_of(const pf_call &call, int64_t head) {
     return call.sinks.data ? pf_number_at(call.sinks, head * call.sinks.stride_head) : -(double)pf_infinity();
 }
 
+PF_DEVICE void pf_set_lse(void *place, int64_t dtype, double lse) {
+    if (dtype == PF_F64)
+        *(double *)place = lse;
+    else /* scores as low as a bias can make them are numbers, in the narrower type too */
+        *(float *)place = pf_is_finite(lse) && !pf_is_finite((float)lse)
+                              ? (lse < 0 ? pf_lowest<float>() : -pf_lowest<float>())
+                              : (float)lse;
+}
+
 /* Writes the log-sum-exp of a row; one thread does. */
 PF_DEVICE void pf_store_lse(const pf_call &call, const pf_sequence &s, int64_t head, int64_t i, double m,
                             double l) {
     if (!call.lse.data)
         return;
     const double sink = call.lse_includes_sinks ? pf_sink_of(call, head) : -(double)pf_infinity();
-    const double lse = pf_log_sum_exp(m, l, sink);
-    char *place = pf_place(call.lse, pf_query_offset(call.lse, s, head, i));
-    if (call.lse.dtype == PF_F64)
-        *(double *)place = lse;
-    else /* scores as low as a bias can make them are numbers, in the narrower type too */
-        *(float *)place = pf_is_finite(lse) && !pf_is_finite((float)lse)
-                              ? (lse < 0 ? pf_lowest<float>() : -pf_lowest<float>())
-                              : (float)lse;
+    pf_set_lse(pf_place(call.lse, pf_query_offset(call.lse, s, head, i)), call.lse.dtype,
+               pf_log_sum_exp(m, l, sink));
 }
 
 /* One element of a finished row. Adding 0 makes -0 to 0: bits must not depend on keys with weight 0. */

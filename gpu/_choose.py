@@ -1,0 +1,58 @@
+"""Which kernel computes a call: the modules that plan are asked in turn, and the first that takes it says how.
+
+The generic kernel takes everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from . import _decode, _forward_fma, _forward_mma, _operations, _plan
+from ._plan import Plan, Problem, Splits, Step, Variant
+
+
+def plan(problem: Problem) -> Plan:
+    """Return how a problem is computed."""
+    if len(_plan.families_of(problem)) > 1:
+        return _mixed(problem)
+    for module in () if problem.wide_scores else (_decode, _forward_mma, _forward_fma):
+        found = module.plan(problem)
+        if found is not None:
+            splits = Splits(found.max_splits, found.num_splits, found.split_keys)
+            return found._replace(steps=tuple(step._replace(splits=splits) for step in found.steps))
+    return _plan.generic(problem)
+
+
+def _mixed(problem: Problem) -> Plan:
+    """Return the plan of a call with sequences of both families: each kernel leaves those of the other alone."""
+    kernel, tile, rows, steps = _prefill(problem)
+    found = None if problem.wide_scores else _decode.decode_steps(problem)
+    if found is None:
+        small, name = _plan.generic_steps(problem, "decode"), "generic"
+    else:
+        splits = Splits(*found[1:])
+        small, name = tuple(step._replace(splits=splits) for step in found[0]), "decode_mma"
+    return Plan(
+        f"{kernel}+{name}", "prefill+decode", (*steps, *small), tile, rows, *small[0].splits,
+        (f"kernel: {kernel} for sequences of many rows, {name} for those of few",),
+    )  # fmt: skip
+
+
+def _prefill(problem: Problem) -> tuple[str, int, int, tuple[Step, ...]]:
+    """Return (kernel, keys of a tile, rows of a block, launches) for the sequences of many rows."""
+    for module, kernel in ((_forward_mma, "forward_mma"), (_forward_fma, "forward_fma")):
+        if not problem.wide_scores and module.takes(problem):
+            splits = Splits(*_plan.split_fields(problem, 0))
+            step = module.prefill_step(problem)._replace(splits=splits)
+            tile, rows = module.tile_of(problem)
+            if not splits.are_merged:
+                return kernel, tile, rows, (step,)
+            combine = _plan.combine_step(problem, _plan.row_limits(problem, "prefill"))
+            return kernel, tile, rows, (step, combine._replace(splits=splits))
+    return "generic", _plan.GENERIC_TILE, _plan.GENERIC_WARPS, _plan.generic_steps(problem, "prefill")
+
+
+def variants() -> Iterator[Variant]:
+    """Yield every kernel that may be compiled, but for expressions of callers."""
+    for module in (_plan, _decode, _forward_mma, _forward_fma, _operations):
+        yield from module.variants()

@@ -1,0 +1,231 @@
+"""The prefill kernel for the matrix unit, ``kernels/forward_mma.cu``: what it takes, and its tiles."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from . import _plan
+from ._compile import Source
+from ._plan import Plan, Problem, Step, Variant
+
+#: Widths that rows are padded to in shared memory.
+CLASSES = (32, 64, 96, 128, 192, 256)
+#: Positions are 32 bits wide in the kernel.
+MAX_LENGTH = 2**31 - 2**16
+#: Queries below which the heads that share keys are put into one block: rows that a block has too many cost
+#: more there than the arithmetic of their places.
+PACKED_QUERIES = 1024
+#: Terms that read memory or call an expression for every score; the others are a few instructions.
+_WIDE_TERMS = frozenset(("bias", "mask", "tree", "score_mod", "mask_mod"))
+
+
+class Tiles(NamedTuple):
+    """The shape of a block."""
+
+    warps: int
+    row_tiles: int  # of 16 rows, a warp
+    tile: int  # keys
+    stages: int  # tiles of keys and values in shared memory; 1: the next keys come while values are used
+    min_blocks: int  # of one multiprocessor
+
+    @property
+    def rows(self) -> int:
+        """Query rows of a block."""
+        return 16 * self.warps * self.row_tiles
+
+
+def width_class(width: int) -> int:
+    """Return what rows of `width` elements are padded to."""
+    return next(c for c in CLASSES if c >= width)
+
+
+def shared_bytes(tiles: Tiles, width: int, width_v: int, *, paged: bool, final: bool) -> int:
+    """Return the shared memory of a block: the sum that the enumeration in forward_mma.cu has."""
+    arrays = tiles.rows * width * 2 + tiles.stages * tiles.tile * (width + width_v) * 2
+    arrays = max(arrays, tiles.rows * width_v * 2)
+    return arrays + 384 + 16 * tiles.rows + (32 * tiles.tile if paged else 0) + (32 * tiles.rows if final else 0)
+
+
+def _candidates(width: int, width_v: int, *, wide_terms: bool) -> Iterator[Tiles]:
+    """Yield shapes, best first; the keys of a tile are the same for all, so that results are too."""
+    if width_v <= 128 and width <= 192 and not wide_terms:
+        yield Tiles(4, 2, 64, 2, 2)
+        yield Tiles(4, 2, 64, 1, 2)
+    yield Tiles(8, 1, 64, 2, 1)
+    yield Tiles(8, 1, 64, 1, 1)
+    yield Tiles(4, 1, 64, 1, 1)
+    yield Tiles(2, 1, 64, 1, 1)
+
+
+#: Shared memory that a block leaves to the system.
+_RESERVED = 1024
+
+
+def choose_tiles(
+    width: int, width_v: int, capability: int, block_bytes: int, *, paged: bool, final: bool, wide_terms: bool
+) -> Tiles | None:
+    """Return the shape of blocks, None if none fits into shared memory."""
+    for tiles in _candidates(width, width_v, wide_terms=wide_terms):
+        needed = shared_bytes(tiles, width, width_v, paged=paged, final=final)
+        # Before sm_80 copies are not asynchronous: a second stage is memory without use.
+        if tiles.stages > 1 and capability < 80:
+            continue
+        if needed <= block_bytes and tiles.min_blocks * (needed + _RESERVED) <= block_bytes + _RESERVED:
+            return tiles
+    return None
+
+
+def _is_final(problem: Problem) -> bool:
+    return bool(problem.terms) or not problem.positive_scale
+
+
+def _tiles(problem: Problem) -> Tiles | None:
+    return choose_tiles(
+        width_class(problem.head_dim),
+        width_class(problem.head_dim_v),
+        problem.capability,
+        problem.shared_bytes,
+        paged=problem.page_size > 0,
+        final=_is_final(problem),
+        wide_terms=bool(problem.terms & _WIDE_TERMS),
+    )
+
+
+def takes(problem: Problem) -> bool:
+    """Return whether the kernel computes the prefill sequences of a problem."""
+    dtypes = ("float16",) if problem.capability < 80 else ("float16", "bfloat16")
+    return (
+        "prefill" in _plan.families_of(problem)
+        and problem.capability >= 75
+        and problem.q_dtype in dtypes
+        and problem.kv_dtype == problem.q_dtype
+        and problem.aligned
+        and not problem.scaled
+        and all(0 < n <= CLASSES[-1] and n % 8 == 0 for n in (problem.head_dim, problem.head_dim_v))
+        and problem.num_kv_heads > 0
+        and problem.max_seqlen_kv < MAX_LENGTH
+        and problem.max_seqlen_q * problem.group < MAX_LENGTH
+        and problem.page_size < MAX_LENGTH
+        and (tiles := _tiles(problem)) is not None
+        and problem.tile in (None, tiles.tile)
+        and _num_blocks(problem, tiles)[1] <= _plan.MAX_BLOCKS
+    )
+
+
+def _is_packed(problem: Problem) -> bool:
+    return problem.group > 1 and problem.max_seqlen_q < PACKED_QUERIES
+
+
+def _num_blocks(problem: Problem, tiles: Tiles) -> tuple[int, int]:
+    """Return (blocks of a head, blocks)."""
+    rows, heads = problem.max_seqlen_q, problem.num_heads
+    if _is_packed(problem):
+        rows, heads = rows * problem.group, problem.num_kv_heads
+    blocks = max(_plan.ceil_div(rows, tiles.rows), 1)
+    return blocks, blocks * heads * _plan.split_fields(problem, 0)[0] * problem.batch
+
+
+def _source(
+    tiles: Tiles,
+    width: int,
+    width_v: int,
+    *,
+    bfloat16: bool,
+    terms: int = 0,
+    positive_scale: bool = True,
+    spans: bool = False,
+    paged: bool = False,
+    packed: bool = False,
+    expressions: tuple[tuple[str, str], ...] = (),
+) -> Source:
+    constants = {
+        "PF_HEAD_DIM": width,
+        "PF_HEAD_DIM_V": width_v,
+        "PF_BFLOAT16": int(bfloat16),
+        "PF_TERMS": terms,
+        "PF_POSITIVE_SCALE": int(positive_scale),
+        "PF_SPANS": int(spans),
+        "PF_PAGED": int(paged),
+        "PF_PACKED": int(packed),
+        "PF_WARPS": tiles.warps,
+        "PF_ROW_TILES": tiles.row_tiles,
+        "PF_TILE": tiles.tile,
+        "PF_STAGES": tiles.stages,
+        "PF_MIN_BLOCKS": tiles.min_blocks,
+    }
+    defines = tuple((name, str(value)) for name, value in constants.items())
+    return Source("forward_mma.cu", "pf_forward_mma", defines, expressions)
+
+
+def tile_of(problem: Problem) -> tuple[int, int]:
+    """Return (keys of a tile, rows of a block) of a problem that `takes` takes."""
+    tiles = _tiles(problem)
+    assert tiles is not None
+    return tiles.tile, tiles.rows
+
+
+def prefill_step(problem: Problem) -> Step:
+    """Return the launch that computes the prefill sequences of a problem that `takes` takes."""
+    tiles = _tiles(problem)
+    assert tiles is not None, "asked `takes` before"
+    width, width_v = width_class(problem.head_dim), width_class(problem.head_dim_v)
+    source = _source(
+        tiles,
+        width,
+        width_v,
+        bfloat16=problem.q_dtype == "bfloat16",
+        terms=_plan.term_bits(problem),
+        positive_scale=problem.positive_scale,
+        spans=problem.spans,
+        paged=problem.page_size > 0,
+        packed=_is_packed(problem),
+        expressions=problem.expressions,
+    )
+    blocks_of_head, blocks = _num_blocks(problem, tiles)
+    shared = shared_bytes(tiles, width, width_v, paged=problem.page_size > 0, final=_is_final(problem))
+    fields = (*_plan.row_limits(problem, "prefill"), ("row_blocks", blocks_of_head))
+    return Step(source, 32 * tiles.warps, blocks, shared, fields)
+
+
+def plan(problem: Problem) -> Plan | None:
+    """Prefill of 16-bit types on the matrix unit; a call with sequences of few rows is composed elsewhere."""
+    if _plan.families_of(problem) != ("prefill",) or not takes(problem):
+        return None
+    steps = [prefill_step(problem)]
+    splits = _plan.Splits(*_plan.split_fields(problem, 0))
+    if splits.are_merged:
+        steps.append(_plan.combine_step(problem, _plan.row_limits(problem, "prefill")))
+    reasons = [f"kernel: mma, {problem.q_dtype} of up to {CLASSES[-1]} elements a row on the matrix unit"]
+    if _is_packed(problem):
+        reasons.append(f"rows: {problem.group} heads share their keys, and a block")
+    return Plan("forward_mma", "prefill", tuple(steps), *tile_of(problem), *splits, tuple(reasons))
+
+
+def variants() -> Iterator[Variant]:
+    """Yield every shape of the kernel, each with the options that change its code most."""
+    everything = sum(bit for name, bit in _plan.TERMS.items() if not name.endswith("_mod"))
+    pairs = [(c, c) for c in CLASSES] + [(192, 128), (128, 64), (64, 128), (256, 64)]
+    options: tuple[dict[str, int], ...] = (
+        {},
+        {"spans": 1},
+        {"spans": 1, "paged": 1, "packed": 1},
+        {"spans": 1, "positive_scale": 0},
+        {"spans": 1, "terms": _plan.TERMS["softcap"] | _plan.TERMS["alibi_slopes"]},
+        {"spans": 1, "paged": 1, "packed": 1, "terms": everything},
+    )
+    for capability, bytes_of_block in ((75, 65536), (86, 101376), (80, 166912), (90, 232448)):
+        for width, width_v in pairs:
+            for option in options:
+                terms = option.get("terms", 0)
+                tiles = choose_tiles(
+                    width, width_v, capability, bytes_of_block,
+                    paged=bool(option.get("paged")),
+                    final=bool(terms) or not option.get("positive_scale", 1),
+                    wide_terms=terms == everything,
+                )  # fmt: skip
+                if tiles is None:
+                    continue
+                for bfloat16 in (False, True) if capability >= 80 else (False,):
+                    source = _source(tiles, width, width_v, bfloat16=bfloat16, **option)  # type: ignore[arg-type]
+                    yield Variant(source, (capability,), 0 if width_v <= 128 and not terms else 512)
