@@ -6,9 +6,12 @@ plan is about bytes under way on every multiprocessor and about borders that kee
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from .._description import DECODE_MAX_ROWS
 from .._dtypes import BY_NAME
 from . import _plan
 from ._compile import Source
@@ -20,16 +23,19 @@ KEYS = 16
 MAX_ROWS = 16
 #: Warps and stages of a block that are asked for first; less where shared memory does not hold them.
 WARPS, STAGES = 8, 6
-#: Blocks that share a multiprocessor.
-BLOCKS_PER_SM = 1
 #: Dims from which on values do not fit the registers of one warp, and the warps of a team that shares them.
 WIDEST, TEAM = 256, 4
+#: Blocks of a team that share a multiprocessor: one computes while the other waits at its barriers.
+TEAM_BLOCKS = 2
 #: Registers per lane that fragments of queries may take; others are read from shared memory each time.
 QUERY_REGISTERS = 64
 #: Keys of a split that never depends on the batch.
 INVARIANT_SPLIT_KEYS = 1024
-#: What a block costs besides its keys, in keys: beginning, end, and where there are splits their merge.
-BLOCK_COST, MERGE_COST = 96, 192
+#: What a block costs besides its keys, beginning and end, and the merge of splits: in bytes that a
+#: multiprocessor reads meanwhile.
+BLOCK_BYTES, MERGE_BYTES = 48 * 1024, 96 * 1024
+#: Part of the multiprocessors that draws all the bandwidth there is.
+ENOUGH = 0.95
 #: Positions are 32-bit numbers.
 MAX_KEYS = 2**31 - 2**16
 
@@ -53,6 +59,7 @@ class Shape(NamedTuple):
     warps: int
     stages: int
     keys: int
+    blocks: int  # that share a multiprocessor
 
     @property
     def bits(self) -> int:
@@ -82,7 +89,10 @@ class Shape(NamedTuple):
     @property
     def keeps_queries(self) -> bool:
         """Whether fragments of queries stay in registers."""
-        return self.halves * self.k_dim // 16 * self.rows // 4 <= QUERY_REGISTERS
+        steps = -(-self.k_dim // 16 // self.team)
+        # Beside 256 outputs of eight rows the compiler spills more with them than it does with 16 rows.
+        crowded = self.v_dim // self.team > 128 and self.rows == 8
+        return self.halves * steps * self.rows // 4 <= QUERY_REGISTERS and not crowded
 
     @property
     def stage_bytes(self) -> int:
@@ -95,8 +105,9 @@ class Shape(NamedTuple):
         """Shared memory of a block."""
         streams = self.warps // self.team
         queries = self.halves * self.k_dim // 16 * 512 + 128
+        exchange = self.team * self.keys * 64 if self.team > 1 else 0
         states = 4 * streams * self.rows * (self.v_dim + 8 + 2)
-        return queries + max(streams * self.stages * self.stage_bytes, states)
+        return queries + exchange + max(streams * self.stages * self.stage_bytes, states)
 
     @property
     def source(self) -> Source:
@@ -120,7 +131,8 @@ class Shape(NamedTuple):
                 ("PF_TEAM_WARPS", str(self.team)),
                 ("PF_STAGES", str(self.stages)),
                 ("PF_KEEPS_QUERIES", str(int(self.keeps_queries))),
-                ("PF_BLOCKS_PER_SM", str(BLOCKS_PER_SM)),
+                ("PF_SHARED_BYTES", str(self.shared_bytes)),
+                ("PF_BLOCKS_PER_SM", str(self.blocks)),
             ),
         )
 
@@ -139,7 +151,8 @@ def _takes(problem: Problem) -> bool:
     dims = problem.head_dim, problem.head_dim_v
     if any(dim * bits % 128 for dim in dims) or problem.tile is not None or problem.max_seqlen_kv > MAX_KEYS:
         return False
-    return max(dims) <= WIDEST or (bits == 16 and not problem.scaled and dims[0] <= 576 and dims[1] <= 512)
+    wide = bits == 16 and not problem.scaled and dims[0] <= 576 and dims[1] <= 512
+    return max(dims) <= WIDEST or wide
 
 
 def shape_of(problem: Problem) -> Shape | None:
@@ -149,11 +162,12 @@ def shape_of(problem: Problem) -> Shape | None:
     num_rows = problem.max_seqlen_q * problem.group
     paged = 0 if problem.page_size == 0 else 2 if problem.page_size % KEYS == 0 else 1
     shape = Shape(
-        problem.head_dim, problem.head_dim_v, 8 if num_rows <= 8 else MAX_ROWS, problem.q_dtype, problem.kv_dtype,
-        problem.scaled, paged, _plan.term_bits(problem), WARPS, STAGES, KEYS,
+        problem.head_dim, problem.head_dim_v, 8 if num_rows <= 8 else MAX_ROWS,
+        problem.q_dtype, problem.kv_dtype, problem.scaled, paged, _plan.term_bits(problem),
+        WARPS, STAGES, KEYS, 1,
     )  # fmt: skip
     if shape.team > 1:
-        shape = shape._replace(warps=TEAM)
+        shape = shape._replace(warps=TEAM, blocks=TEAM_BLOCKS)
     return _fit(shape, problem)
 
 
@@ -161,33 +175,47 @@ def _fit(shape: Shape, problem: Problem) -> Shape | None:
     """Return the shape with as many warps and stages as the shared memory of the device holds."""
     # Before sm_80 a copy is done when it is issued: more stages than one are of no use.
     most = shape.stages if problem.capability >= 80 else 1
-    limit = (problem.shared_bytes + _RESERVED) // BLOCKS_PER_SM - _RESERVED
-    for warps in (shape.warps, *(w for w in (4, 2, 1) if shape.team <= w < shape.warps)):
-        for stages in range(most, min(most, 2) - 1, -1):
-            found = shape._replace(warps=warps, stages=stages)
-            if found.shared_bytes <= limit:
-                return found
+    for blocks in range(shape.blocks, 0, -1):
+        limit = (problem.shared_bytes + _RESERVED) // blocks - _RESERVED
+        for warps in (shape.warps, *(w for w in (4, 2, 1) if shape.team <= w < shape.warps)):
+            for stages in range(most, min(most, 2) - 1, -1):
+                found = shape._replace(warps=warps, stages=stages, blocks=blocks)
+                if found.shared_bytes <= limit:
+                    return found
     return None
 
 
 def _splits(problem: Problem, shape: Shape, items: int) -> tuple[int, int, int]:
     """Return (max_splits, num_splits, split_keys) that keep all multiprocessors at work.
 
-    Where the caller asks for nothing, every sequence is cut into the same number of parts of equal length: its
+    Where the caller asks for nothing, every sequence is cut into the same number of parts, equally long: its
     real length may lie on the device, far below the bound, and all blocks are to have a part of it.
     """
     if problem.num_splits is not None or problem.batch_invariant:
         return _plan.split_fields(problem, INVARIANT_SPLIT_KEYS)
-    step = shape.keys * shape.warps // shape.team
-    slots = problem.num_sms * BLOCKS_PER_SM
-    best_cost, best = None, 1
-    for splits in range(1, max(min(_plan.ceil_div(problem.max_seqlen_kv, step), slots), 1) + 1):
-        waves = _plan.ceil_div(items * splits, slots)
-        keys = _round_up(_plan.ceil_div(problem.max_seqlen_kv, splits), shape.keys)
-        cost = waves * (keys + BLOCK_COST) + (MERGE_COST if splits > 1 else 0)
-        if best_cost is None or cost < best_cost:
+    key_bytes = (shape.k_dim + shape.v_dim) * shape.bits // 8
+    splits = _best_splits(
+        items,
+        problem.max_seqlen_kv,
+        key_bytes,
+        problem.num_sms * shape.blocks,
+        shape.keys * shape.warps // shape.team,
+    )
+    return (splits, splits, 0) if splits > 1 else (1, 0, 0)
+
+
+@functools.lru_cache(maxsize=1024)
+def _best_splits(items: int, num_keys: int, key_bytes: int, slots: int, step: int) -> int:
+    """Return into how many parts sequences of `num_keys` keys are best cut; `slots` blocks run at a time."""
+    best_cost, best = math.inf, 1
+    for splits in range(1, max(min(_plan.ceil_div(num_keys, step), slots), 1) + 1):
+        full, rest = divmod(items * splits, slots)
+        waves = full + (max(rest / slots, ENOUGH) if rest else 0)
+        part = _round_up(_plan.ceil_div(num_keys, splits), KEYS) * key_bytes
+        cost = waves * part + (full + (rest > 0)) * BLOCK_BYTES + (MERGE_BYTES if splits > 1 else 0)
+        if cost < best_cost:
             best_cost, best = cost, splits
-    return (best, best, 0) if best > 1 else (1, 0, 0)
+    return best
 
 
 def _compose(problem: Problem, shape: Shape) -> tuple[tuple[Step, ...], int, int, int]:
@@ -214,7 +242,7 @@ def decode_steps(problem: Problem) -> tuple[tuple[Step, ...], int, int, int] | N
     """
     if problem.packed and problem.family is None:
         # Longer sequences are another family's.
-        most = _plan.DECODE_MAX_ROWS // problem.group
+        most = DECODE_MAX_ROWS // max(problem.group, 1)
         problem = problem._replace(max_seqlen_q=min(problem.max_seqlen_q, most))
     shape = shape_of(problem)
     return None if shape is None else _compose(problem, shape)
@@ -231,7 +259,7 @@ def plan(problem: Problem) -> Plan | None:
     return Plan(
         "decode_mma", "decode", steps, KEYS, shape.rows, max_splits, num_splits, split_keys,
         (
-            f"kernel: decode_mma, {shape.warps} warps with {shape.stages} chunks of {KEYS} keys under way each",
+            f"kernel: decode_mma, {shape.warps} warps, {shape.stages} stages of {KEYS} keys each",
             f"splits: {max_splits}, so that {problem.num_kv_heads * problem.batch} heads of keys keep "
             f"{problem.num_sms} multiprocessors at work" if max_splits > 1 else "splits: none",
         ),
@@ -239,20 +267,28 @@ def plan(problem: Problem) -> Plan | None:
 
 
 def variants() -> Iterator[Variant]:
-    """Yield kernels as they may be compiled: every stored type, widths at the ends, terms."""
-    terms = 2 ** len(_plan.TERMS) - 1 - _plan.TERMS["score_mod"] - _plan.TERMS["mask_mod"]
+    """Yield kernels as they may be compiled: each stored type, widths at the ends, pages, terms."""
+    everything = frozenset(_plan.TERMS) - {"score_mod", "mask_mod"}
     usual = Problem(
-        90, 132, 232448, "bfloat16", "bfloat16", "bfloat16", 1, 8, 1, 128, 128, 1, 1, 8192, False, 0, True, False
-    )
+        90, 132, 232448, "bfloat16", "bfloat16", "bfloat16", 1, 8, 1, 128, 128, 1, 1, 8192, False, 0,
+        aligned=True, scaled=False,
+    )  # fmt: skip
+    changes: list[tuple[dict[str, Any], int]] = [
+        ({}, 0),
+        ({"num_heads": 16}, 0),
+        ({"page_size": 16}, 0),
+        ({"page_size": 24, "num_heads": 16}, 0),
+        ({"terms": everything, "num_heads": 16}, 0),
+        ({"head_dim": 64, "head_dim_v": 64}, 0),
+        ({"head_dim": 256, "head_dim_v": 256}, 64),
+        ({"head_dim": 256, "head_dim_v": 256, "num_heads": 16}, 128),
+        ({"head_dim": 576, "head_dim_v": 512, "num_heads": 16}, 64),
+        ({"q_dtype": "float16"}, 0),
+        ({"q_dtype": "float16", "kv_dtype": "float16"}, 0),
+        *(({"kv_dtype": name, "scaled": True}, 0) for name, bits in _BITS.items() if bits < 16),
+    ]
     for capability, shared_bytes in ((75, 65536), (80, 166912), (90, 232448)):
-        for q_dtype in ("float16", "bfloat16"):
-            for kv_dtype in _BITS:
-                for dims in ((64, 64), (128, 128), (256, 256), (576, 512)):
-                    problem = usual._replace(
-                        capability=capability, shared_bytes=shared_bytes, q_dtype=q_dtype, kv_dtype=kv_dtype,
-                        head_dim=dims[0], head_dim_v=dims[1], scaled=_BITS[kv_dtype] < 16,
-                    )  # fmt: skip
-                    for group, page_size, bits in ((8, 0, 0), (16, 24, 0), (16, 16, terms)):
-                        shape = shape_of(problem._replace(num_heads=group, page_size=page_size))
-                        if shape is not None:
-                            yield Variant(shape._replace(terms=bits).source, (capability,))
+        for change, spill_bytes in changes:
+            shape = shape_of(usual._replace(capability=capability, shared_bytes=shared_bytes, **change))
+            if shape is not None:
+                yield Variant(shape.source, (capability,), spill_bytes)

@@ -13,7 +13,8 @@ from typing import Any, Protocol
 
 from .._description import Array
 
-_MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+#: CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES and CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT.
+_MAX_DYNAMIC_SHARED, _SHARED_CARVEOUT = 8, 9
 #: The oldest architecture that the kernels are written for.
 MIN_CAPABILITY = 75
 _INSTALL = "pip install 'pyflash-attention[cuda13]', or [cuda12] for drivers of CUDA 12"
@@ -154,7 +155,11 @@ class _CupyDevice:
         with self.current():
             module = self._cupy.cuda.function.Module()
             module.load(cubin)
-            return _CupyKernel(module.get_function(name))
+            kernel = _CupyKernel(module.get_function(name))
+            # All alike: a multiprocessor that has to divide its memory anew between two launches runs dry.
+            status = self._driver.cuFuncSetAttribute(kernel.handle, _SHARED_CARVEOUT, 100)
+            _check(self._driver, status, "set how a kernel of pyflash divides the memory of multiprocessors")
+            return kernel
 
     def launch(
         self, kernel: Any, grid: tuple[int, int, int], threads: int, shared_bytes: int, stream: int, argument: Array
@@ -163,7 +168,7 @@ class _CupyDevice:
         with self.current():
             if shared_bytes > kernel.shared_bytes:
                 status = self._driver.cuFuncSetAttribute(kernel.handle, _MAX_DYNAMIC_SHARED, shared_bytes)
-                _check(self._driver, status, f"give a kernel of pyflash {shared_bytes} bytes of shared memory")
+                _check(self._driver, status, f"give a kernel {shared_bytes} bytes of shared memory")
                 kernel.shared_bytes = shared_bytes
             status = self._driver.cuLaunchKernel(
                 kernel.handle, *grid, threads, 1, 1, shared_bytes, ctypes.c_void_p(stream), parameters, None

@@ -1,5 +1,5 @@
-/* The states of all splits of a row, merged along the fixed binary tree of their indices, and the row finished.
- * One block a row: short calls wait for this. */
+/* The states of all splits of a row, merged along the fixed binary tree of their indices, and the row
+ * finished. One block a row: short calls wait for this. */
 #include "careful.cuh"
 #include "tree.cuh"
 
@@ -8,10 +8,13 @@ PF_DEVICE void pf_combine_row(const pf_call &call, const pf_sequence &s, int64_t
     const double sink = pf_sink_of(call, head);
     char *out = pf_place(call.out, pf_query_offset(call.out, s, head, i));
     bool finite = true;
+    /* Addresses are sums: this is code that runs once, and each line of it comes from memory. */
+    const int64_t step = pf_num_state_rows(call), o_step = step * call.head_dim_v;
+    const pf_real *m = pf_partial_m(call, 0, row), *l = pf_partial_l(call, 0, row),
+                  *o = pf_partial_o(call, 0, row);
     for (int64_t d = threadIdx.x; d < call.head_dim_v; d += blockDim.x) {
         const auto load = [&](int64_t split) -> pf_part {
-            return {*pf_partial_m(call, split, row), *pf_partial_l(call, split, row),
-                    pf_partial_o(call, split, row)[d]};
+            return {m[split * step], l[split * step], o[split * o_step + d]};
         };
         const pf_part all = pf_merged_all(load, num_splits);
         const double factor = pf_output_factor((double)all.m, (double)all.l, sink);

@@ -1,47 +1,16 @@
 /* Attention of few rows (at most 16 per key/value head at a time) on the matrix unit, keys split over blocks.
  *
- * A block has one head of keys of one sequence, between two borders. Its warps are independent streams: warp w
- * takes the chunks of keys whose number is w modulo the number of streams, brings them through a ring of its own
- * in shared memory, and keeps the state of all rows in registers; no barrier stands in the stream, since the
- * speed is that of memory and what counts is how many bytes are under way. The states are merged at the end in
- * the order of the warps. Where values are too wide for the registers of a warp, the warps are one team: all of
- * them work on the same chunk and compute the same scores, and each has its part of the outputs.
+ * A block has one head of keys of one sequence, between two borders. Its warps are independent streams: warp
+ * w takes the chunks of keys whose number is w modulo the number of streams, brings them through a ring of
+ * its own in shared memory, and keeps the state of all rows in registers; no barrier stands in the stream,
+ * since the speed is that of memory and what counts is how many bytes are under way. The states are merged at
+ * the end in the order of the warps. Where values are too wide for the registers of a warp, the warps are one
+ * team: all of them work on the same chunk and compute the same scores, and each has its part of the outputs.
  *
- * Rows of the A operand are queries times heads of the group. Stored codes become float16 on the way from shared
- * memory to registers, which is exact for all of them; the order of the dims inside a product is chosen such that
- * a lane converts whole words. */
-#include "careful.cuh"
-
-constexpr int PF_LANES = 32 * PF_TEAM_WARPS; /* of a stream */
-constexpr int PF_NUM_STREAMS = PF_WARPS / PF_TEAM_WARPS;
-constexpr bool PF_IS_WIDE = PF_KV_TYPE == PF_F16 || PF_KV_TYPE == PF_BF16;
-constexpr int PF_BITS = PF_IS_WIDE ? 16 : PF_KV_TYPE == PF_I4 ? 4 : 8;
-PF_DEVICE constexpr int pf_rounded(int a, int multiple) {
-    return (a + multiple - 1) / multiple * multiple;
-}
-/* Dims, rounded up to what a fragment takes; what is past the end is 0. */
-constexpr int PF_K_DIM = pf_rounded(PF_HEAD_DIM, PF_BITS == 4 ? 32 : 16);
-constexpr int PF_V_DIM = pf_rounded(PF_HEAD_DIM_V, PF_TEAM_WARPS * 256 / PF_BITS);
-constexpr int PF_V_PART = PF_V_DIM / PF_TEAM_WARPS; /* of one warp */
-/* Pieces of 16 bytes; an odd number from row to row leaves no two rows of eight in the same banks. */
-constexpr int PF_K_PIECES = PF_K_DIM * PF_BITS / 128, PF_V_PIECES = PF_V_DIM * PF_BITS / 128;
-constexpr int PF_K_STORED = PF_HEAD_DIM * PF_BITS / 128, PF_V_STORED = PF_HEAD_DIM_V * PF_BITS / 128;
-constexpr int PF_K_ROW = 16 * (PF_K_PIECES | 1), PF_V_ROW = 16 * (PF_V_PIECES | 1);
-constexpr int PF_SCALE_BYTES = PF_SCALED ? 8 * PF_KEYS : 0;
-constexpr int PF_STAGE_BYTES = PF_KEYS * (PF_K_ROW + PF_V_ROW) + PF_SCALE_BYTES;
-constexpr int PF_K_STEPS = PF_K_DIM / 16, PF_V_BLOCKS = PF_V_PART / 8, PF_KEY_BLOCKS = PF_KEYS / 8;
-constexpr int PF_LANE_ROWS = PF_ROWS / 8; /* rows g and g + 8 of lane 4 g + t */
-constexpr int PF_QUERY_BYTES = PF_HALVES * PF_K_STEPS * 512;
-constexpr int PF_FACTOR_BYTES = pf_rounded(4 * PF_ROWS, 128);
-constexpr int PF_STATE_ROW = PF_V_DIM + 8; /* floats; 8 more keep rows in different banks */
-constexpr bool PF_HIDES = PF_HAS(BIAS) || PF_HAS(MASK) || PF_HAS(TREE) || PF_HAS(MASK_MOD);
-/* A float16 whose exponent is 8 too small is what the bits of a float8_e4m3fn give. */
-constexpr float PF_CODE_FACTOR = PF_KV_TYPE == PF_F8E4M3 ? 256.0f : 1.0f;
-constexpr bool PF_HAS_VALUE_FACTOR = PF_SCALED || PF_KV_TYPE == PF_F8E4M3;
-/* Queries of bfloat16 become float16, in which they have the same digits and fewer exponents. */
-constexpr bool PF_NARROWS_QUERIES = PF_Q_TYPE == PF_BF16 && !PF_MMA_BF16;
-
-enum { PF_NOT_PAGED = 0, PF_ANY_PAGES = 1, PF_WHOLE_CHUNKS = 2 };
+ * Rows of the A operand are queries times heads of the group. Stored codes become float16 on the way from
+ * shared memory to registers, which is exact for all of them; the order of the dims inside a product is
+ * chosen such that a lane converts whole words. */
+#include "decode_merge.cuh"
 
 PF_DEVICE void pf_multiply(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
     if constexpr (PF_MMA_BF16)
@@ -50,200 +19,10 @@ PF_DEVICE void pf_multiply(float (&d)[4], const uint32_t (&a)[4], const uint32_t
         pf_mma_f16(d, a, b);
 }
 
-PF_DEVICE uint32_t pf_pack(float low, float high) {
-    return PF_MMA_BF16 ? pf_pack_bf16(low, high) : pf_pack_f16(low, high);
-}
-
-/* Splits two numbers into HALVES pairs whose sum they are, nearly: two bfloat16 hold what a float16 does. */
-PF_DEVICE void pf_split(float low, float high, uint32_t (&pairs)[PF_HALVES]) {
-    pairs[0] = pf_pack(low, high);
-    if constexpr (PF_HALVES == 2)
-        pairs[1] = pf_pack(low - pf_from_bf16((uint16_t)pairs[0]), high - pf_from_bf16((uint16_t)(pairs[0] >> 16)));
-}
-
-/* --- order of dims ---
- * Lane 4 g + t has elements 2 t, 2 t + 1 (slots 0, 1) and 2 t + 8, 2 t + 9 (slots 2, 3) of a step of 16 dims of
- * a key. Which dims these stand for is free as long as queries agree: those that lie in one word. */
-PF_DEVICE int pf_key_dim(int step, int t, int slot) {
-    if (PF_BITS == 16)
-        return 16 * step + 2 * t + slot % 2 + slot / 2 * 8;
-    if (PF_BITS == 8)
-        return 16 * step + 4 * t + slot;
-    return 32 * (step / 2) + 8 * t + 2 * (step % 2) + slot / 2 + slot % 2 * 4;
-}
-
-/* Column 2 t + c of a block of 8 outputs. */
-PF_DEVICE int pf_value_dim(int block, int t, int c) {
-    constexpr int word = 32 / PF_BITS; /* dims */
-    if (PF_BITS == 16)
-        return 8 * block + 2 * t + c;
-    return 8 * word * (block / word) + word * (2 * t + c) + block % word;
-}
-
-/* --- codes --- */
-
-/* Four codes of 8 bits to float16, (0, 1) and (2, 3). */
-PF_DEVICE void pf_widen_bytes(uint32_t word, uint32_t (&pairs)[2]) {
-    if constexpr (PF_KV_TYPE == PF_I8) { /* 1024 + 128 + x has x in its last bits */
-        const uint32_t above = word ^ 0x80808080u;
-        pairs[0] = pf_add_f16(__byte_perm(above, 0x64646464u, 0x4140), 0xe480e480u);
-        pairs[1] = pf_add_f16(__byte_perm(above, 0x64646464u, 0x4342), 0xe480e480u);
-    } else {
-        pairs[0] = __byte_perm(word, 0, 0x1404);
-        pairs[1] = __byte_perm(word, 0, 0x3424);
-        if constexpr (PF_KV_TYPE == PF_F8E4M3) {
-#pragma unroll
-            for (int i = 0; i < 2; i++) {
-                const uint32_t size = pairs[i] & 0x7f007f00u;
-                const uint32_t nan = (size + 0x01000100u) & 0x80008000u; /* all bits set: make it a float16's */
-                pairs[i] = (pairs[i] & 0x80008000u) | size >> 1 | nan >> 1;
-            }
-        }
-    }
-}
-
-/* The lowest of four codes of 4 bits in each half of a word, 1024 + 8 + x as before. */
-PF_DEVICE uint32_t pf_widen_nibbles(uint32_t word) {
-    return pf_add_f16(((word & 0x000f000fu) ^ 0x00080008u) | 0x64006400u, 0xe408e408u);
-}
-
-/* --- the stream --- */
-
-/* The keys of a block. */
-struct pf_stream {
-    int32_t num_keys;
-    int32_t lo[PF_NUM_SIDES], hi[PF_NUM_SIDES];             /* that some row sees */
-    int32_t first[PF_NUM_SIDES], end[PF_NUM_SIDES];         /* chunks of these keys, none twice */
-    int32_t all_lo[PF_NUM_SIDES], all_hi[PF_NUM_SIDES];     /* keys that all rows see */
-    int64_t k, v, k_scale, v_scale;                         /* offsets of key 0, or of page 0 */
-};
-
-PF_DEVICE bool pf_in(int32_t j, int32_t lo, int32_t hi) {
-    return j >= lo && j < hi;
-}
-
-PF_DEVICE pf_stream pf_get_stream(const pf_call &call, const pf_sequence &s, int64_t kv_head, int64_t lo,
-                                  int64_t hi, int64_t first_query, int64_t last_query) {
-    pf_stream stream;
-    stream.num_keys = (int32_t)s.mask.num_keys;
-    if (PF_PAGED != PF_NOT_PAGED && call.num_pages == 0)
-        hi = lo; /* the sequence is bad */
-#pragma unroll
-    for (int side = 0; side < PF_NUM_SIDES; side++) {
-        const pf_span any = pf_clip(pf_visible_to_any(&s.mask, first_query, last_query, side), lo, hi);
-        const pf_span all = pf_clip(pf_visible_to_all(&s.mask, first_query, last_query, side), lo, hi);
-        const int32_t before = side ? stream.end[0] : 0;
-        stream.lo[side] = (int32_t)any.lo;
-        stream.hi[side] = (int32_t)any.hi;
-        stream.all_lo[side] = (int32_t)all.lo;
-        stream.all_hi[side] = (int32_t)all.hi;
-        stream.first[side] = max((int32_t)any.lo / PF_KEYS, before);
-        stream.end[side] = max(any.lo < any.hi ? ((int32_t)any.hi + PF_KEYS - 1) / PF_KEYS : 0, stream.first[side]);
-    }
-    const auto base = [&](const pf_tensor &t) {
-        const int64_t head = kv_head * t.stride_head;
-        return PF_PAGED != PF_NOT_PAGED ? head : head + s.kv_batch * t.stride_batch + s.kv_token * t.stride_token;
-    };
-    stream.k = base(call.k);
-    stream.v = base(call.v);
-    stream.k_scale = base(call.k_scale);
-    stream.v_scale = base(call.v_scale);
-    return stream;
-}
-
-/* The first chunk from `chunk` on that is there for stream number `mine`; chunks belong to streams by their
- * number alone, so that what other rows see changes no bits. */
-PF_DEVICE int32_t pf_own_chunk(const pf_stream &stream, int32_t chunk, int32_t mine) {
-    const auto up = [&](int32_t c) {
-        return c + (int32_t)((uint32_t)(mine - c % PF_NUM_STREAMS + PF_NUM_STREAMS) % PF_NUM_STREAMS);
-    };
-    chunk = up(max(chunk, stream.first[0]));
-    return chunk >= stream.end[0] ? up(max(chunk, stream.first[1])) : chunk;
-}
-
-/* The page of this lane's key of a chunk, one that exists. */
-PF_DEVICE int64_t pf_page_of(const pf_call &call, const pf_sequence &s, const pf_stream &stream, int32_t chunk) {
-    if constexpr (PF_PAGED == PF_NOT_PAGED)
-        return 0;
-    const int lane = threadIdx.x % 32;
-    const int32_t j = chunk * PF_KEYS + (PF_PAGED == PF_ANY_PAGES ? lane % PF_KEYS : 0);
-    if (j >= stream.num_keys)
-        return 0;
-    const int64_t page = pf_page_at(call, s.index, (int64_t)((uint32_t)j / (uint32_t)call.page_size));
-    return pf_min(pf_max(page, 0), call.num_pages - 1);
-}
-
-/* Starts the copies of the keys of a chunk that are `valid`, one bit each, the others become 0. `begin` is the
- * first byte of the first key, or where keys of a chunk lie in several pages of this lane's key. */
-template <int PIECES, int STORED, int ROW_BYTES>
-PF_DEVICE void pf_copy_rows(unsigned char *rows, const char *data, int64_t begin, int64_t step, unsigned valid) {
-    const int thread = threadIdx.x % PF_LANES;
-    constexpr int num_copies = pf_rounded(PF_KEYS * PIECES, PF_LANES) / PF_LANES;
-    constexpr int keys_between = PF_LANES % PIECES == 0 ? PF_LANES / PIECES : 0; /* one copy and the next */
-    const int first_key = thread / PIECES, first_piece = thread % PIECES;
-    const char *from = data + begin + first_key * step + 16 * first_piece;
-#pragma unroll
-    for (int i = 0; i < num_copies; i++) {
-        const int x = thread + i * PF_LANES;
-        const int key = keys_between ? first_key + i * keys_between : x / PIECES;
-        const int piece = keys_between ? first_piece : x % PIECES;
-        if constexpr (PF_PAGED == PF_ANY_PAGES)
-            from = data + __shfl_sync(PF_WARP_ALL, (long long)begin, key % PF_KEYS) + 16 * piece;
-        else if (!keys_between)
-            from = data + begin + key * step + 16 * piece;
-        if (PF_KEYS * PIECES % PF_LANES == 0 || x < PF_KEYS * PIECES)
-            pf_cp_async16(rows + key * ROW_BYTES + 16 * piece, from, (valid >> key & 1) && piece < STORED);
-        from += keys_between * step;
-    }
-}
-
-/* Starts the copies of a chunk into a stage. */
-PF_DEVICE void pf_fill(const pf_call &call, const pf_stream &stream, unsigned char *stage, int32_t chunk, int64_t page,
-                       bool v_in_k) {
-    const int lane = threadIdx.x % 32, thread = threadIdx.x % PF_LANES;
-    const int32_t first = chunk * PF_KEYS, j = first + lane % PF_KEYS;
-    const unsigned valid = __ballot_sync(PF_WARP_ALL, pf_in(j, stream.lo[0], stream.hi[0]) ||
-                                                          pf_in(j, stream.lo[1], stream.hi[1]));
-    /* The distance of this lane's key, or in whole chunks of the first key, from key 0 or from its page. */
-    const int32_t own = PF_PAGED == PF_ANY_PAGES ? j : first;
-    const int32_t place = PF_PAGED == PF_NOT_PAGED ? own : (int32_t)((uint32_t)own % (uint32_t)call.page_size);
-    const int64_t pages = PF_PAGED == PF_NOT_PAGED ? 0 : page;
-    constexpr int bytes = PF_BITS == 16 ? 2 : 1;
-    pf_copy_rows<PF_K_PIECES, PF_K_STORED, PF_K_ROW>(
-        stage, (const char *)call.k.data,
-        (stream.k + pages * call.k.stride_batch + place * call.k.stride_token) * bytes,
-        call.k.stride_token * bytes, valid);
-    if (!v_in_k)
-        pf_copy_rows<PF_V_PIECES, PF_V_STORED, PF_V_ROW>(
-            stage + PF_KEYS * PF_K_ROW, (const char *)call.v.data,
-            (stream.v + pages * call.v.stride_batch + place * call.v.stride_token) * bytes,
-            call.v.stride_token * bytes, valid);
-    if constexpr (PF_SCALED) {
-        unsigned char *scales = stage + PF_KEYS * (PF_K_ROW + PF_V_ROW);
-        for (int x = thread; x < 2 * PF_KEYS; x += PF_LANES) {
-            const pf_tensor &t = x < PF_KEYS ? call.k_scale : call.v_scale;
-            if (!t.data)
-                continue; /* `pf_attend` knows */
-            const int64_t base = x < PF_KEYS ? stream.k_scale : stream.v_scale;
-            const int32_t key = PF_PAGED == PF_ANY_PAGES ? place : place + lane % PF_KEYS;
-            const int64_t offset = base + pages * t.stride_batch + key * t.stride_token;
-            pf_cp_async4(scales + 4 * x, (const float *)t.data + offset, valid >> lane % PF_KEYS & 1);
-        }
-    }
-}
-
-/* --- products --- */
-
 /* The rows of a lane. */
 struct pf_rows {
     pf_query query[PF_LANE_ROWS];
     float factor[PF_LANE_ROWS]; /* of products */
-    int32_t lo[PF_LANE_ROWS][PF_NUM_SIDES], hi[PF_LANE_ROWS][PF_NUM_SIDES];
-};
-
-struct pf_lane_state {
-    float m[PF_LANE_ROWS], l[PF_LANE_ROWS]; /* l: of this lane's keys */
-    float o[PF_V_BLOCKS][2 * PF_LANE_ROWS];
 };
 
 /* Keys of a chunk as fragments of one or two steps of 16 dims. */
@@ -291,7 +70,8 @@ PF_DEVICE void pf_load_values(const unsigned char *rows, int row_bytes, int grou
     } else {
 #pragma unroll
         for (int half = 0; half < 2; half++) { /* keys 2 t and 2 t + 1, and eight further */
-            const unsigned char *row = rows + (8 * half + lane % 4 * 2) * row_bytes + 32 * group + lane / 4 * 4;
+            const unsigned char *row =
+                rows + (8 * half + lane % 4 * 2) * row_bytes + 32 * group + lane / 4 * 4;
             const uint32_t even = *(const uint32_t *)row, odd = *(const uint32_t *)(row + row_bytes);
             if constexpr (PF_BITS == 8) {
                 uint32_t low[2], high[2];
@@ -321,13 +101,17 @@ struct pf_fragment {
 
 /* A scale that makes elements infinite shows, whatever else is in the products. */
 PF_DEVICE float pf_checked_scale(float scale) {
-    constexpr float largest = PF_BITS == 4 ? 8.0f : PF_KV_TYPE == PF_I8 ? 128.0f : PF_KV_TYPE == PF_F8E4M3 ? 448.0f : 57344.0f;
+    constexpr float largest = PF_BITS == 4              ? 8.0f
+                              : PF_KV_TYPE == PF_I8     ? 128.0f
+                              : PF_KV_TYPE == PF_F8E4M3 ? 448.0f
+                                                        : 57344.0f;
     return fabsf(scale) * largest > -pf_lowest<float>() ? pf_nan() : scale;
 }
 
 template <bool ALL_SEEN>
-PF_DEVICE void pf_weigh(const pf_call &call, const pf_sequence &s, const pf_rows &rows, int32_t first,
-                        const float *k_scale, float (&score)[PF_KEY_BLOCKS][4], pf_lane_state &state,
+PF_DEVICE void pf_weigh(const pf_call &call, const pf_sequence &s, const pf_stream &stream,
+                        const pf_rows &rows, int32_t first, const float *k_scale,
+                        float (&score)[PF_KEY_BLOCKS][4], pf_lane_state &state,
                         float (&alpha)[PF_LANE_ROWS]) {
     const int t = threadIdx.x % 4;
 #pragma unroll
@@ -344,7 +128,8 @@ PF_DEVICE void pf_weigh(const pf_call &call, const pf_sequence &s, const pf_rows
                     product *= pf_checked_scale(k_scale[key]);
                 bool seen = true;
                 if constexpr (!ALL_SEEN) {
-                    seen = pf_in(j, rows.lo[r][0], rows.hi[r][0]) || pf_in(j, rows.lo[r][1], rows.hi[r][1]);
+                    seen = pf_in(j, stream.row_lo[r][0], stream.row_hi[r][0]) ||
+                           pf_in(j, stream.row_lo[r][1], stream.row_hi[r][1]);
                     if (PF_HIDES && seen)
                         seen = !pf_is_hidden(call, s, rows.query[r], j);
                 }
@@ -373,7 +158,8 @@ PF_DEVICE void pf_weigh(const pf_call &call, const pf_sequence &s, const pf_rows
     }
 }
 
-/* Scales of values go into the weights, but for a power of two that keeps these within float16. Returns it. */
+/* Scales of values go into the weights, but for a power of two that keeps these within float16. Returns it.
+ */
 PF_DEVICE float pf_scale_weights(const float *v_scale, float (&weight)[PF_KEY_BLOCKS][4]) {
     if (!PF_SCALED || !v_scale)
         return 1;
@@ -399,10 +185,29 @@ PF_DEVICE float pf_scale_weights(const float *v_scale, float (&weight)[PF_KEY_BL
     return __uint_as_float(power);
 }
 
+/* The sums of what the warps of a team have, in their order; the exchange is free again after the next
+ * barrier. */
+PF_DEVICE void pf_add_up(float *exchange, float (&score)[PF_KEY_BLOCKS][4]) {
+    constexpr int numbers = 32 * 4 * PF_KEY_BLOCKS;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+#pragma unroll
+    for (int i = 0; i < 4 * PF_KEY_BLOCKS; i++)
+        exchange[warp * numbers + 32 * i + lane] = score[i / 4][i % 4];
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < 4 * PF_KEY_BLOCKS; i++) {
+        float sum = 0;
+#pragma unroll
+        for (int other = 0; other < PF_TEAM_WARPS; other++)
+            sum += exchange[other * numbers + 32 * i + lane];
+        score[i / 4][i % 4] = sum;
+    }
+}
+
 /* One chunk of keys, all of it in its stage. */
-PF_DEVICE void pf_attend(const pf_call &call, const pf_sequence &s, const pf_stream &stream, const pf_rows &rows,
-                         const uint4 *queries, const pf_fragment *kept, const unsigned char *stage, int32_t chunk,
-                         int64_t v_in_k, pf_lane_state &state) {
+PF_DEVICE void pf_attend(const pf_call &call, const pf_sequence &s, const pf_stream &stream,
+                         const pf_rows &rows, const uint4 *queries, const pf_fragment *kept, float *exchange,
+                         const unsigned char *stage, int32_t chunk, int64_t v_in_k, pf_lane_state &state) {
     const int lane = threadIdx.x % 32;
     const float *scales = (const float *)(stage + PF_KEYS * (PF_K_ROW + PF_V_ROW));
     float score[PF_KEY_BLOCKS][4];
@@ -412,22 +217,25 @@ PF_DEVICE void pf_attend(const pf_call &call, const pf_sequence &s, const pf_str
         for (int i = 0; i < 4; i++)
             score[block][i] = 0;
     constexpr int at_once = PF_BITS == 4 ? 2 : 1;
+    static_assert(PF_TEAM_WARPS == 1 || at_once == 1, "teams have values of 16 bits");
 #pragma unroll
-    for (int step = 0; step < PF_K_STEPS; step += at_once) {
+    for (int own = 0; own < PF_OWN_STEPS; own += at_once) {
+        const int step = PF_TEAM_WARPS == 1 ? own : own * PF_TEAM_WARPS + (int)threadIdx.x / 32;
+        if (PF_K_STEPS % PF_TEAM_WARPS && step >= PF_K_STEPS)
+            break;
         uint32_t b[PF_KEY_BLOCKS][2][2];
         pf_load_keys(stage, step, b);
 #pragma unroll
         for (int next = 0; next < at_once; next++)
 #pragma unroll
             for (int half = 0; half < PF_HALVES; half++) {
-                const int i = half * PF_K_STEPS + step + next;
                 uint32_t a[4];
                 if constexpr (PF_KEEPS_QUERIES) {
 #pragma unroll
                     for (int r = 0; r < 4; r++)
-                        a[r] = PF_LANE_ROWS == 1 && r % 2 ? 0 : kept[i].r[r];
+                        a[r] = PF_LANE_ROWS == 1 && r % 2 ? 0 : kept[half * PF_OWN_STEPS + own + next].r[r];
                 } else {
-                    const uint4 q = queries[32 * i + lane];
+                    const uint4 q = queries[32 * (half * PF_K_STEPS + step + next) + lane];
                     a[0] = q.x;
                     a[1] = q.y;
                     a[2] = q.z;
@@ -438,15 +246,17 @@ PF_DEVICE void pf_attend(const pf_call &call, const pf_sequence &s, const pf_str
                     pf_multiply(score[block], a, b[block][next]);
             }
     }
+    if constexpr (PF_TEAM_WARPS > 1)
+        pf_add_up(exchange, score);
     const int32_t first = chunk * PF_KEYS, last = first + PF_KEYS;
     const bool all_seen = !PF_HIDES && ((first >= stream.all_lo[0] && last <= stream.all_hi[0]) ||
                                         (first >= stream.all_lo[1] && last <= stream.all_hi[1]));
     float alpha[PF_LANE_ROWS];
     const float *k_scale = call.k_scale.data ? scales : nullptr;
     if (all_seen)
-        pf_weigh<true>(call, s, rows, first, k_scale, score, state, alpha);
+        pf_weigh<true>(call, s, stream, rows, first, k_scale, score, state, alpha);
     else
-        pf_weigh<false>(call, s, rows, first, k_scale, score, state, alpha);
+        pf_weigh<false>(call, s, stream, rows, first, k_scale, score, state, alpha);
     const float value_factor =
         PF_CODE_FACTOR * pf_scale_weights(call.v_scale.data ? scales + PF_KEYS : nullptr, score);
     uint32_t p[PF_KEYS / 16][PF_HALVES][4];
@@ -495,69 +305,8 @@ PF_DEVICE void pf_attend(const pf_call &call, const pf_sequence &s, const pf_str
     }
 }
 
-/* --- before and after the stream --- */
-
-/* The element of a query row, 0 where there is none. */
-PF_DEVICE float pf_query_element(const pf_call &call, const char *row, int d) {
-    if (!row || d >= PF_HEAD_DIM)
-        return 0;
-    return (float)pf_element(row, PF_Q_TYPE, call.q.stride_dim, d);
-}
-
-PF_DEVICE const char *pf_query_row(const pf_call &call, const pf_sequence &s, int64_t kv_head, int64_t row,
-                                   int64_t num_rows) {
-    if (row >= num_rows)
-        return nullptr;
-    const int64_t i = pf_quotient(row, s.group);
-    return pf_place(call.q, pf_query_offset(call.q, s, kv_head * s.group + row - i * s.group, i));
-}
-
-/* Queries as fragments in shared memory. Where exponents get fewer, a row is multiplied by a power of two that
- * brings its largest element near 1; `factors` are their inverses. All threads of the block. */
-PF_DEVICE void pf_lay_out_queries(const pf_call &call, const pf_sequence &s, int64_t kv_head, int64_t first_row,
-                                  int64_t num_rows, uint4 *queries, float *factors) {
-    const int lane = threadIdx.x % 32;
-    if constexpr (PF_NARROWS_QUERIES) {
-        for (int r = threadIdx.x / 32; r < PF_ROWS; r += PF_WARPS) {
-            const char *row = pf_query_row(call, s, kv_head, first_row + r, num_rows);
-            float most = 0;
-            for (int d = lane; d < PF_HEAD_DIM; d += 32)
-                most = fmaxf(most, fabsf(pf_query_element(call, row, d)));
-            most = pf_warp_max(most);
-            if (lane == 0)
-                factors[r] =
-                    __uint_as_float(min(max(__float_as_uint(most) & 0x7f800000u, 0x00800000u), 0x7e000000u));
-        }
-        __syncthreads();
-    }
-    for (int x = threadIdx.x; x < PF_K_STEPS * 32; x += 32 * PF_WARPS) {
-        const int step = x / 32;
-        uint32_t registers[PF_HALVES][4] = {};
-#pragma unroll
-        for (int r = 0; r < PF_LANE_ROWS; r++) {
-            const int number = lane / 4 + 8 * r;
-            const char *row = pf_query_row(call, s, kv_head, first_row + number, num_rows);
-            const float factor =
-                PF_NARROWS_QUERIES ? __uint_as_float(0x7f000000u - __float_as_uint(factors[number])) : 1.0f;
-#pragma unroll
-            for (int slot = 0; slot < 4; slot += 2) {
-                uint32_t pairs[PF_HALVES];
-                pf_split(pf_query_element(call, row, pf_key_dim(step, lane % 4, slot)) * factor,
-                         pf_query_element(call, row, pf_key_dim(step, lane % 4, slot + 1)) * factor, pairs);
-#pragma unroll
-                for (int half = 0; half < PF_HALVES; half++)
-                    registers[half][slot + r] = pairs[half];
-            }
-        }
-#pragma unroll
-        for (int half = 0; half < PF_HALVES; half++)
-            queries[half * PF_K_STEPS * 32 + x] =
-                make_uint4(registers[half][0], registers[half][1], registers[half][2], registers[half][3]);
-    }
-}
-
-PF_DEVICE pf_rows pf_get_rows(const pf_call &call, const pf_sequence &s, int64_t kv_head, int64_t lo, int64_t hi,
-                              int64_t first_row, int64_t num_rows, const float *factors) {
+PF_DEVICE pf_rows pf_get_rows(const pf_call &call, const pf_sequence &s, int64_t kv_head, int64_t first_row,
+                              int64_t num_rows, const float *factors) {
     pf_rows rows;
 #pragma unroll
     for (int r = 0; r < PF_LANE_ROWS; r++) {
@@ -566,85 +315,10 @@ PF_DEVICE pf_rows pf_get_rows(const pf_call &call, const pf_sequence &s, int64_t
         rows.query[r] = pf_get_query(call, s, kv_head * s.group + row - i * s.group, i);
         rows.factor[r] = PF_CODE_FACTOR * (PF_NARROWS_QUERIES ? factors[number] : 1.0f);
         if (call.q_scale.data)
-            rows.factor[r] *= ((const float *)call.q_scale.data)[pf_query_offset(
-                call.q_scale, s, rows.query[r].head, i)];
-#pragma unroll
-        for (int side = 0; side < PF_NUM_SIDES; side++) {
-            const pf_span span = pf_clip(pf_visible(&s.mask, i, side), lo, hi);
-            rows.lo[r][side] = (int32_t)span.lo;
-            rows.hi[r][side] = (int32_t)span.hi;
-        }
+            rows.factor[r] *=
+                ((const float *)call.q_scale.data)[pf_query_offset(call.q_scale, s, rows.query[r].head, i)];
     }
     return rows;
-}
-
-/* Puts the states of all streams into shared memory: o of [stream][row][dim], then m and l of [stream][row]. */
-PF_DEVICE void pf_lay_out_states(float *states, const pf_lane_state &state) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
-    const int number = warp / PF_TEAM_WARPS, part = warp % PF_TEAM_WARPS;
-    float *const m = states + PF_NUM_STREAMS * PF_ROWS * PF_STATE_ROW, *const l = m + PF_NUM_STREAMS * PF_ROWS;
-#pragma unroll
-    for (int r = 0; r < PF_LANE_ROWS; r++) {
-        const int row = number * PF_ROWS + g + 8 * r;
-        float sum = state.l[r];
-        sum += __shfl_xor_sync(PF_WARP_ALL, sum, 1);
-        sum += __shfl_xor_sync(PF_WARP_ALL, sum, 2);
-        if (t == 0 && part == 0) {
-            m[row] = state.m[r];
-            l[row] = sum;
-        }
-#pragma unroll
-        for (int block = 0; block < PF_V_BLOCKS; block++)
-#pragma unroll
-            for (int c = 0; c < 2; c++)
-                states[row * PF_STATE_ROW + part * PF_V_PART + pf_value_dim(block, t, c)] =
-                    state.o[block][2 * r + c];
-    }
-}
-
-/* One row, merged over the streams by one warp, and finished, or its state stored as the split's. */
-PF_DEVICE void pf_merge_row(const pf_call &call, const pf_sequence &s, const float *states, int r, int64_t head,
-                            int64_t i, int64_t split) {
-    const int lane = threadIdx.x % 32;
-    const float *const m = states + PF_NUM_STREAMS * PF_ROWS * PF_STATE_ROW, *const l = m + PF_NUM_STREAMS * PF_ROWS;
-    float top = -pf_infinity(), sum = 0, alpha[PF_NUM_STREAMS];
-#pragma unroll
-    for (int stream = 0; stream < PF_NUM_STREAMS; stream++)
-        top = pf_max_of(top, m[stream * PF_ROWS + r]);
-#pragma unroll
-    for (int stream = 0; stream < PF_NUM_STREAMS; stream++) {
-        alpha[stream] = pf_rescaling(m[stream * PF_ROWS + r], top);
-        sum = fmaf(l[stream * PF_ROWS + r], alpha[stream], sum);
-    }
-    const bool partial = call.partial != nullptr;
-    const int64_t row = partial ? pf_state_row(call, s, head, i) : 0;
-    const float factor = partial ? 0 : (float)pf_output_factor((double)top, (double)sum, pf_sink_of(call, head));
-    char *out = pf_place(call.out, pf_query_offset(call.out, s, head, i));
-    bool finite = true;
-    for (int d = lane; d < PF_HEAD_DIM_V; d += 32) {
-        float o = 0;
-#pragma unroll
-        for (int stream = 0; stream < PF_NUM_STREAMS; stream++)
-            o = fmaf(states[(stream * PF_ROWS + r) * PF_STATE_ROW + d], alpha[stream], o);
-        if (partial) {
-            pf_partial_o(call, split, row)[d] = o;
-        } else {
-            const float x = pf_finished(o, factor);
-            finite &= pf_is_finite(x);
-            pf_store_out(call, out, d, x);
-        }
-    }
-    if (partial) {
-        if (lane == 0) {
-            *pf_partial_m(call, split, row) = top;
-            *pf_partial_l(call, split, row) = sum;
-        }
-        return;
-    }
-    if (lane == 0)
-        pf_store_lse(call, s, head, i, (double)top, (double)sum);
-    if (!__all_sync(PF_WARP_ALL, finite))
-        pf_careful_row(call, s, head, i);
 }
 
 PF_DEVICE void pf_stream_sync() {
@@ -659,10 +333,18 @@ PF_DEVICE int64_t pf_place_in_keys(const pf_call &call) {
     if (PF_HEAD_DIM_V >= PF_HEAD_DIM || PF_SCALED || PF_BITS != 16)
         return -1;
     const int64_t distance = (const char *)call.v.data - (const char *)call.k.data;
-    const bool same = call.k.stride_batch == call.v.stride_batch && call.k.stride_token == call.v.stride_token &&
-                      call.k.stride_head == call.v.stride_head;
-    return same && distance >= 0 && distance % 16 == 0 && distance + 2 * PF_V_DIM <= 2 * PF_K_DIM ? distance : -1;
+    const bool same = call.k.stride_batch == call.v.stride_batch &&
+                      call.k.stride_token == call.v.stride_token && call.k.stride_head == call.v.stride_head;
+    return same && distance >= 0 && distance % 16 == 0 && distance + 2 * PF_V_DIM <= 2 * PF_K_DIM ? distance
+                                                                                                  : -1;
 }
+
+constexpr int PF_STATE_BYTES = 4 * PF_NUM_STREAMS * PF_ROWS * (PF_STATE_ROW + 2);
+constexpr int PF_RING_BYTES = PF_NUM_STREAMS * PF_STAGES * PF_STAGE_BYTES;
+static_assert(PF_QUERY_BYTES + PF_FACTOR_BYTES + PF_EXCHANGE_BYTES +
+                      (PF_RING_BYTES > PF_STATE_BYTES ? PF_RING_BYTES : PF_STATE_BYTES) <=
+                  PF_SHARED_BYTES,
+              "the plan gives less shared memory than this takes");
 
 extern "C" __global__ void __launch_bounds__(32 * PF_WARPS, PF_BLOCKS_PER_SM)
     pf_decode_mma(const __grid_constant__ pf_call call) {
@@ -675,14 +357,15 @@ extern "C" __global__ void __launch_bounds__(32 * PF_WARPS, PF_BLOCKS_PER_SM)
     const int64_t last_row = pf_min(first_row + PF_ROWS, num_rows) - 1;
     const int64_t lo = call.partial ? pf_split_lo(call, s, item.split) : 0;
     const int64_t hi = call.partial && item.split + 1 < pf_num_splits(call, s)
-                           ? pf_split_lo(call, s, item.split + 1) : s.mask.num_keys;
-    const pf_stream stream = pf_get_stream(call, s, item.head, lo, hi, pf_quotient(first_row, s.group),
-                                           pf_quotient(last_row, s.group));
+                           ? pf_split_lo(call, s, item.split + 1)
+                           : s.mask.num_keys;
+    const pf_stream stream = pf_get_stream(call, s, item.head, lo, hi, first_row, last_row);
     const int64_t v_in_k = pf_place_in_keys(call);
 
     uint4 *const queries = (uint4 *)shared;
     float *const factors = (float *)(shared + PF_QUERY_BYTES);
-    unsigned char *const rings = shared + PF_QUERY_BYTES + PF_FACTOR_BYTES;
+    float *const exchange = (float *)(shared + PF_QUERY_BYTES + PF_FACTOR_BYTES);
+    unsigned char *const rings = shared + PF_QUERY_BYTES + PF_FACTOR_BYTES + PF_EXCHANGE_BYTES;
     const int mine = threadIdx.x / PF_LANES;
     unsigned char *const ring = rings + mine * PF_STAGES * PF_STAGE_BYTES;
     int32_t chunk = pf_own_chunk(stream, 0, mine), coming = chunk;
@@ -697,18 +380,21 @@ extern "C" __global__ void __launch_bounds__(32 * PF_WARPS, PF_BLOCKS_PER_SM)
         }
         pf_cp_async_commit();
     };
-#pragma unroll
+#pragma unroll 1
     for (int stage = 0; stage < PF_STAGES - 1; stage++)
         fetch(stage);
 
     pf_lay_out_queries(call, s, item.head, first_row, num_rows, queries, factors);
     __syncthreads();
-    const pf_rows rows = pf_get_rows(call, s, item.head, lo, hi, first_row, num_rows, factors);
-    pf_fragment kept[PF_KEEPS_QUERIES ? PF_HALVES * PF_K_STEPS : 1];
+    const pf_rows rows = pf_get_rows(call, s, item.head, first_row, num_rows, factors);
+    pf_fragment kept[PF_KEEPS_QUERIES ? PF_HALVES * PF_OWN_STEPS : 1];
     if constexpr (PF_KEEPS_QUERIES)
 #pragma unroll
-        for (int i = 0; i < PF_HALVES * PF_K_STEPS; i++) {
-            const uint4 q = queries[32 * i + threadIdx.x % 32];
+        for (int i = 0; i < PF_HALVES * PF_OWN_STEPS; i++) {
+            const int own = i % PF_OWN_STEPS;
+            const int step = PF_TEAM_WARPS == 1 ? own : own * PF_TEAM_WARPS + (int)threadIdx.x / 32;
+            const uint4 q =
+                queries[32 * (i / PF_OWN_STEPS * PF_K_STEPS + min(step, PF_K_STEPS - 1)) + threadIdx.x % 32];
             kept[i] = {{q.x, q.y, q.z, q.w}};
         }
     pf_lane_state state;
@@ -735,7 +421,8 @@ extern "C" __global__ void __launch_bounds__(32 * PF_WARPS, PF_BLOCKS_PER_SM)
             pf_stream_sync();
             fetch(free);
         }
-        pf_attend(call, s, stream, rows, queries, kept, ring + stage * PF_STAGE_BYTES, chunk, v_in_k, state);
+        pf_attend(call, s, stream, rows, queries, kept, exchange, ring + stage * PF_STAGE_BYTES, chunk,
+                  v_in_k, state);
         stage = stage + 1 == PF_STAGES ? 0 : stage + 1;
     }
     pf_cp_async_wait<0>();

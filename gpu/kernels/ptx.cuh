@@ -83,7 +83,7 @@ PF_DEVICE uint32_t pf_shared_address(const void *shared) {
  * read. Before sm_80 they are ordinary copies. */
 PF_DEVICE void pf_cp_async16(void *shared, const void *global, bool valid) {
 #if __CUDA_ARCH__ >= 800
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(pf_shared_address(shared)),
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(pf_shared_address(shared)),
                  "l"(global), "r"(valid ? 16 : 0)
                  : "memory");
 #else

@@ -75,7 +75,7 @@ PF_DEVICE pf_sequence pf_get_sequence(const pf_call &call, int64_t b) {
     s.q_token = s.kv_token = 0;
     s.num_queries = call.seqlen_q;
     s.bad = false;
-    s.group = call.num_kv_heads ? call.num_heads / call.num_kv_heads : 1;
+    s.group = call.num_kv_heads ? pf_quotient(call.num_heads, call.num_kv_heads) : 1;
     int64_t num_keys = call.seqlen_kv, end;
     if (call.cu_seqlens_q.data) {
         s.q_batch = 0;
@@ -176,7 +176,7 @@ PF_DEVICE int64_t pf_query_offset(const pf_tensor &t, const pf_sequence &s, int6
  * the number of keys. */
 PF_DEVICE int64_t pf_num_splits(const pf_call &call, const pf_sequence &s) {
     if (call.split_keys)
-        return pf_max(pf_ceil_div(s.mask.num_keys, call.split_keys), 1);
+        return pf_max(pf_quotient(s.mask.num_keys + call.split_keys - 1, call.split_keys), 1);
     return pf_max(pf_min(call.num_splits, s.mask.num_keys), 1);
 }
 
@@ -184,8 +184,8 @@ PF_DEVICE int64_t pf_split_lo(const pf_call &call, const pf_sequence &s, int64_t
     const int64_t num_keys = s.mask.num_keys;
     if (call.split_keys)
         return pf_min(split * call.split_keys, num_keys);
-    const int64_t n = pf_num_splits(call, s);
-    return split * (num_keys / n) + split * (num_keys % n) / n;
+    const int64_t n = pf_num_splits(call, s), keys = pf_quotient(num_keys, n);
+    return split * keys + pf_quotient(split * (num_keys - n * keys), n);
 }
 
 /* Partial states in the workspace: o of all splits and rows, then m, then l. Rows are numbered query by query

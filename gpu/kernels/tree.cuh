@@ -36,24 +36,20 @@ template <class Load> PF_DEVICE pf_part pf_merged_at_once(const Load &load, int6
     return parts[0];
 }
 
-/* All of them, at least one. */
+/* All of them, at least one. The body stands once: short calls wait for its code too. */
 template <class Load> PF_DEVICE pf_part pf_merged_all(const Load &load, int64_t count) {
-    if (count <= PF_AT_ONCE)
-        return pf_merged_at_once(load, 0, count);
     pf_part waiting[PF_TREE_DEPTH];
     int depth = 0;
-    for (int64_t first = 0; first < count; first += PF_AT_ONCE) {
+    for (int64_t first = 0;; first += PF_AT_ONCE) {
         pf_part part = pf_merged_at_once(load, first, count);
         const bool last = first + PF_AT_ONCE >= count;
         /* Like the carries of a binary counter; at the end everything that waits is merged. */
-        int64_t carry = first / PF_AT_ONCE;
-        while (depth > 0 && ((carry & 1) || last)) {
+        for (int64_t carry = first / PF_AT_ONCE; depth > 0 && ((carry & 1) || last); carry >>= 1)
             part = pf_merged(waiting[--depth], part);
-            carry >>= 1;
-        }
+        if (last)
+            return part;
         waiting[depth++] = part;
     }
-    return waiting[0];
 }
 
 #endif
