@@ -28,6 +28,12 @@ class Tiles(NamedTuple):
     tile: int  # keys
     stages: int  # tiles of keys and values in shared memory; 1: the next keys come while values are used
     min_blocks: int  # of one multiprocessor
+    parts: int = 1  # of a tile, that scores are computed for at a time
+    keep_queries: int = 0  # in registers
+    overlap: int = 0
+    two_bodies: int = 0
+    vote: int = 1
+    beside: int = 2
 
     @property
     def rows(self) -> int:
@@ -153,6 +159,12 @@ def _source(
         "PF_TILE": tiles.tile,
         "PF_STAGES": tiles.stages,
         "PF_MIN_BLOCKS": tiles.min_blocks,
+        "PF_PARTS": tiles.parts,
+        "PF_KEEP_QUERIES": tiles.keep_queries,
+        "PF_OVERLAP": tiles.overlap,
+        "PF_TWO_BODIES": tiles.two_bodies,
+        "PF_VOTE": tiles.vote,
+        "PF_BESIDE": tiles.beside,
     }
     defines = tuple((name, str(value)) for name, value in constants.items())
     return Source("forward_mma.cu", "pf_forward_mma", defines, expressions)

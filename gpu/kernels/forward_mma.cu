@@ -22,6 +22,7 @@
 
 enum {
     PF_THREADS = 32 * PF_WARPS,
+    PF_COLUMNS = PF_TILE / PF_PARTS, /* scores that a warp has at a time */
     PF_WARP_ROWS = 16 * PF_ROW_TILES,
     PF_ROWS = PF_WARPS * PF_WARP_ROWS,
     /* Tiles in shared memory, in bytes from its begin; finished rows take their place. */
@@ -88,6 +89,12 @@ template <int WIDTH> PF_DEVICE uint32_t pf_swizzled(uint32_t row, uint32_t piece
     return row * (WIDTH * 2) + ((piece ^ turn) * 16);
 }
 
+/* The same for piece 2 step + piece, from the place of a piece below 2: one exclusive or for several steps. */
+template <int WIDTH> PF_DEVICE uint32_t pf_at_step(uint32_t place, int step) {
+    const int span = WIDTH % 64 == 0 ? 128 : 64;
+    return (place ^ (step * 32 % span)) + step * 32 / span * span;
+}
+
 /* How threads share the rows of a tile: LANES of them read a row, REPEAT pieces each. */
 template <int WIDTH> struct pf_copy {
     enum {
@@ -128,6 +135,25 @@ PF_DEVICE void pf_copy_tile(unsigned char *tile, const pf_stream &stream, const 
                             int num_keys) {
     typedef pf_copy<WIDTH> copy;
     const uint32_t row = threadIdx.x / copy::LANES;
+    if (!PF_PAGED && WIDTH == stream.width && first + PF_TILE <= num_keys && PF_TILE % copy::ROWS == 0) {
+        /* No test in a full tile; a piece stays in its column if rows are eights apart. */
+        const char *next = stream.data + (first + (int64_t)row) * stream.stride + threadIdx.x % copy::LANES * 16;
+        const int64_t step = copy::ROWS * stream.stride;
+        unsigned char *to = tile + pf_swizzled<WIDTH>(row, threadIdx.x % copy::LANES);
+#pragma unroll
+        for (int r = 0; r < PF_TILE / copy::ROWS; r++) {
+#pragma unroll
+            for (int i = 0; i < copy::REPEAT; i++)
+                if (copy::ROWS % 8 == 0 && copy::REPEAT == 1)
+                    pf_cp_async16(to + r * copy::ROWS * WIDTH * 2, next, true);
+                else
+                    pf_cp_async16(tile + pf_swizzled<WIDTH>(row + r * copy::ROWS,
+                                                            threadIdx.x % copy::LANES + i * copy::LANES),
+                                  next + i * copy::LANES * 16, true);
+            next += step;
+        }
+        return;
+    }
     const char *from = PF_PAGED ? stream.data : stream.data + (first + (int64_t)row) * stream.stride;
 #pragma unroll
     for (int r = 0; r < (PF_TILE + copy::ROWS - 1) / copy::ROWS; r++) {
@@ -155,37 +181,112 @@ PF_DEVICE void pf_find_places(const pf_call &call, const pf_sequence &s, int64_t
     }
 }
 
+/* Places of a tile are looked up a step before its copy begins, with a barrier between. */
+PF_DEVICE void pf_look_up(const pf_call &call, const pf_block &block, unsigned char *shared, int tile) {
+    if (PF_PAGED)
+        pf_find_places(call, block.s, block.kv_head,
+                       (int64_t *)(shared + PF_PLACES_AT) + tile % 2 * (2 * PF_TILE), tile * PF_TILE);
+}
+
+/* Copies begin for tiles up to the end of a side only. */
+PF_DEVICE void pf_start_keys(const pf_block &block, unsigned char *shared, int tile, int end) {
+    const int64_t *places = (const int64_t *)(shared + PF_PLACES_AT) + tile % 2 * (2 * PF_TILE);
+    if (tile < end)
+        pf_copy_tile<PF_HEAD_DIM>(shared + PF_K_AT + tile % PF_STAGES * PF_K_BYTES, block.keys, places,
+                                  tile * PF_TILE, (int)block.s.mask.num_keys);
+}
+
+PF_DEVICE void pf_start_values(const pf_block &block, unsigned char *shared, int tile, int end) {
+    const int64_t *places = (const int64_t *)(shared + PF_PLACES_AT) + tile % 2 * (2 * PF_TILE);
+    if (tile < end)
+        pf_copy_tile<PF_HEAD_DIM_V>(shared + PF_V_AT + tile % PF_STAGES * PF_V_BYTES, block.values,
+                                    places + PF_TILE, tile * PF_TILE, (int)block.s.mask.num_keys);
+}
+
+/* With one stage, the next keys come as soon as all warps have used those that are there; then the values are
+ * there, too. */
+PF_DEVICE void pf_start_next_keys(const pf_block &block, unsigned char *shared, int tile, int end) {
+    pf_cp_async_wait<0>();
+    __syncthreads();
+    pf_start_keys(block, shared, tile + 1, end);
+    pf_cp_async_commit();
+}
+
 /* Scores of a warp: row g + 8 h of a row tile, columns 8 n + 2 t and the next in [n][2 h] and [n][2 h + 1],
  * for lane 4 g + t. */
-typedef float pf_scores[PF_ROW_TILES][PF_TILE / 8][4];
+typedef float pf_scores[PF_ROW_TILES][PF_COLUMNS / 8][4];
 
-PF_DEVICE void pf_multiply_keys(pf_scores &score, const unsigned char *q, const unsigned char *k) {
+/* Places of a lane's parts of q, k and v in the matrices of a tile. */
+struct pf_lane {
+    uint32_t q, k, v;
+};
+
+PF_DEVICE pf_lane pf_get_lane() {
     const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    return {pf_swizzled<PF_HEAD_DIM>(warp * PF_WARP_ROWS + lane % 16, lane / 16),
+            pf_swizzled<PF_HEAD_DIM>(lane / 16 * 8 + lane % 8, lane / 8 % 2),
+            pf_swizzled<PF_HEAD_DIM_V>(lane % 16, lane / 16)};
+}
+
+PF_DEVICE void pf_clear(pf_scores &score) {
 #pragma unroll
     for (int m = 0; m < PF_ROW_TILES; m++)
 #pragma unroll
-        for (int n = 0; n < PF_TILE / 8; n++)
+        for (int n = 0; n < PF_COLUMNS / 8; n++)
 #pragma unroll
             for (int e = 0; e < 4; e++)
                 score[m][n][e] = 0;
+}
+
+PF_DEVICE void pf_load_queries(uint32_t (&a)[PF_ROW_TILES][4], const unsigned char *shared, const pf_lane &lane,
+                               int step) {
+#pragma unroll
+    for (int m = 0; m < PF_ROW_TILES; m++)
+        pf_ldmatrix_x4(a[m], shared + pf_at_step<PF_HEAD_DIM>(lane.q, step) + 16 * m * (PF_HEAD_DIM * 2));
+}
+
+PF_DEVICE void pf_load_keys(uint32_t (&r)[4], const unsigned char *k, const pf_lane &lane, int step, int n) {
+    pf_ldmatrix_x4(r, k + pf_at_step<PF_HEAD_DIM>(lane.k, step) + 16 * n * (PF_HEAD_DIM * 2));
+}
+
+PF_DEVICE void pf_load_values(uint32_t (&r)[4], const unsigned char *v, const pf_lane &lane, int step, int n) {
+    pf_ldmatrix_x4_trans(r, v + pf_at_step<PF_HEAD_DIM_V>(lane.v, n) + 16 * step * (PF_HEAD_DIM_V * 2));
+}
+
+/* d += a b for two neighbouring 8 columns. */
+template <int COUNT>
+PF_DEVICE void pf_multiply(float (&d)[PF_ROW_TILES][COUNT][4], const uint32_t (&a)[PF_ROW_TILES][4],
+                           const uint32_t (&r)[4], int n) {
+    const uint32_t b[2][2] = {{r[0], r[1]}, {r[2], r[3]}};
+#pragma unroll
+    for (int m = 0; m < PF_ROW_TILES; m++) {
+        pf_mma(d[m][2 * n], a[m], b[0]);
+        pf_mma(d[m][2 * n + 1], a[m], b[1]);
+    }
+}
+
+/* Parts of the queries that a warp keeps in registers: all, or what one step needs. */
+enum { PF_KEPT_STEPS = PF_KEEP_QUERIES ? PF_HEAD_DIM / 16 : 1 };
+typedef uint32_t pf_queries[PF_KEPT_STEPS][PF_ROW_TILES][4];
+
+PF_DEVICE void pf_keep_queries(pf_queries &q, const unsigned char *shared, const pf_lane &lane) {
+#pragma unroll
+    for (int step = 0; step < PF_KEPT_STEPS; step++)
+        pf_load_queries(q[step], shared, lane, step);
+}
+
+PF_DEVICE void pf_multiply_keys(pf_scores &score, pf_queries &q, const unsigned char *shared,
+                                const unsigned char *k, const pf_lane &lane) {
+    pf_clear(score);
 #pragma unroll
     for (int step = 0; step < PF_HEAD_DIM / 16; step++) {
-        uint32_t a[PF_ROW_TILES][4];
+        if (!PF_KEEP_QUERIES)
+            pf_load_queries(q[0], shared, lane, step);
 #pragma unroll
-        for (int m = 0; m < PF_ROW_TILES; m++)
-            pf_ldmatrix_x4(a[m], q + pf_swizzled<PF_HEAD_DIM>(warp * PF_WARP_ROWS + 16 * m + lane % 16,
-                                                              2 * step + lane / 16));
-#pragma unroll
-        for (int n = 0; n < PF_TILE / 16; n++) {
+        for (int n = 0; n < PF_COLUMNS / 16; n++) {
             uint32_t r[4];
-            pf_ldmatrix_x4(r, k + pf_swizzled<PF_HEAD_DIM>(16 * n + lane / 16 * 8 + lane % 8,
-                                                           2 * step + lane / 8 % 2));
-            const uint32_t b[2][2] = {{r[0], r[1]}, {r[2], r[3]}};
-#pragma unroll
-            for (int m = 0; m < PF_ROW_TILES; m++) {
-                pf_mma(score[m][2 * n], a[m], b[0]);
-                pf_mma(score[m][2 * n + 1], a[m], b[1]);
-            }
+            pf_load_keys(r, k, lane, step, n);
+            pf_multiply(score, q[PF_KEEP_QUERIES ? step : 0], r, n);
         }
     }
 }
@@ -215,7 +316,7 @@ template <int DTYPE>
 PF_DEVICE void pf_add_bias(const pf_call &call, int64_t offset, int m, int h, pf_scores &score,
                            uint32_t &hidden) {
 #pragma unroll
-    for (int i = 0; i < PF_TILE / 4; i++) {
+    for (int i = 0; i < PF_COLUMNS / 4; i++) {
         float &x = score[m][i / 2][2 * h + i % 2];
         if (hidden >> i & 1)
             continue;
@@ -242,7 +343,7 @@ PF_DEVICE void pf_finish_row(const pf_call &call, const pf_sequence &s, const pf
     const float inverse_cap = 1 / cap;
 #endif
 #pragma unroll
-    for (int i = 0; i < PF_TILE / 4; i++) {
+    for (int i = 0; i < PF_COLUMNS / 4; i++) {
         float &x = score[m][i / 2][2 * h + i % 2];
         x *= (float)call.scale;
 #if PF_HAS(SOFTCAP)
@@ -259,14 +360,14 @@ PF_DEVICE void pf_finish_row(const pf_call &call, const pf_sequence &s, const pf
 #if PF_HAS(MASK)
     const uint8_t *mask = (const uint8_t *)call.mask.data + row.mask + column * call.mask.stride_dim;
 #pragma unroll
-    for (int i = 0; i < PF_TILE / 4; i++)
+    for (int i = 0; i < PF_COLUMNS / 4; i++)
         if (!(hidden >> i & 1))
             hidden |= (uint32_t)(mask[(8 * (i / 2) + i % 2) * call.mask.stride_dim] == 0) << i;
 #endif
 #if PF_HAS(TREE) || PF_HAS(MASK_MOD)
     const pf_query q = {row.head, 0, 0, row.position, row.bias, row.mask, row.slope};
 #pragma unroll
-    for (int i = 0; i < PF_TILE / 4; i++)
+    for (int i = 0; i < PF_COLUMNS / 4; i++)
         if (!(hidden >> i & 1))
             hidden |= (uint32_t)pf_is_hidden(call, s, q, column + 8 * (i / 2) + i % 2) << i;
 #endif
@@ -302,16 +403,16 @@ PF_DEVICE void pf_finish_scores(const pf_call &call, const pf_sequence &s, const
             const int lo = spans[row].x - column, hi = spans[row].y - column;
             uint32_t hidden = 0;
 #pragma unroll
-            for (int i = 0; i < PF_TILE / 4; i++)
+            for (int i = 0; i < PF_COLUMNS / 4; i++)
                 hidden |= (uint32_t)(8 * (i / 2) + i % 2 < lo || 8 * (i / 2) + i % 2 >= hi) << i;
 #if PF_FINAL
             pf_finish_row(call, s, terms[row], m, h, first, score, hidden);
 #endif
 #pragma unroll
-            for (int i = 0; i < PF_TILE / 4; i++)
+            for (int i = 0; i < PF_COLUMNS / 4; i++)
                 if (hidden >> i & 1)
                     score[m][i / 2][2 * h + i % 2] = -pf_infinity();
-            bottom[m][h] = hidden == (uint32_t)(((uint64_t)1 << PF_TILE / 4) - 1) ? -pf_infinity()
+            bottom[m][h] = hidden == (uint32_t)(((uint64_t)1 << PF_COLUMNS / 4) - 1) ? -pf_infinity()
                                                                                   : pf_lowest<float>();
         }
 }
@@ -334,75 +435,180 @@ struct pf_warp_state {
     float l[PF_ROW_TILES][2]; /* this lane's part */
 };
 
-/* Adds a tile whose scores are there: weights, their sums, and products with the values. `unit` is what turns
- * differences of scores into exponents of 2. */
-PF_DEVICE void pf_add_tile(pf_warp_state &state, pf_scores &score, const float (&bottom)[PF_ROW_TILES][2],
-                           float unit, const unsigned char *v) {
-    const uint32_t lane = threadIdx.x % 32;
-    float base[PF_ROW_TILES][2], alpha[PF_ROW_TILES][2], sum[PF_ROW_TILES][2];
-    bool moved = false;
+/* Weights of a block of scores, as the matrix unit takes them, and what they are relative to. */
+struct pf_weights {
+    uint32_t a[PF_COLUMNS / 16][PF_ROW_TILES][4];
+    float top[PF_ROW_TILES][2], base[PF_ROW_TILES][2], alpha[PF_ROW_TILES][2], sum[PF_ROW_TILES][2];
+    bool moved;
+};
+
+/* Maxima of the rows; `top` holds the lowest that they can be. `unit` is what turns differences of scores into
+ * exponents of 2. */
+PF_DEVICE void pf_find_tops(pf_warp_state &state, const pf_scores &score, float unit, pf_weights &w) {
+    w.moved = false;
 #pragma unroll
     for (int m = 0; m < PF_ROW_TILES; m++)
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            float top = bottom[m][h];
+            float top = w.top[m][h];
 #pragma unroll
-            for (int n = 0; n < PF_TILE / 8; n++)
+            for (int n = 0; n < PF_COLUMNS / 8; n++)
                 top = pf_max_of(top, pf_max_of(score[m][n][2 * h], score[m][n][2 * h + 1]));
             const float before = state.m[m][h];
             top = pf_max_of(before, pf_quad_max(top));
             state.m[m][h] = top;
-            alpha[m][h] = pf_exp2((pf_floored(before) - pf_floored(top)) * unit);
-            moved |= before != top;
+            w.alpha[m][h] = pf_exp2((pf_floored(before) - pf_floored(top)) * unit);
+            w.moved |= before != top;
             /* Before a row has seen a key its weights are e^-inf, whatever the base. */
-            base[m][h] = PF_FINAL ? pf_floored(top) : top == -pf_infinity() ? 0 : top * unit;
-            sum[m][h] = 0;
-            state.l[m][h] *= alpha[m][h];
+            w.base[m][h] = PF_FINAL ? pf_floored(top) : top == -pf_infinity() ? 0 : top * unit;
+            w.sum[m][h] = 0;
+            state.l[m][h] *= w.alpha[m][h];
         }
-    if (__any_sync(PF_WARP_ALL, moved)) { /* or else all factors are 1 */
+}
+
+/* Weights of 16 keys and 16 rows. */
+PF_DEVICE void pf_find_weights(const pf_scores &score, float unit, int step, int m, pf_weights &w) {
+    float p[2][4];
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            const float x = score[m][2 * step + half][e], base = w.base[m][e / 2];
+            p[half][e] = pf_exp2(PF_FINAL ? (x - base) * unit : fmaf(x, unit, -base));
+        }
+        w.a[step][m][2 * half] = pf_pack(p[half][0], p[half][1]);
+        w.a[step][m][2 * half + 1] = pf_pack(p[half][2], p[half][3]);
+    }
+#pragma unroll
+    for (int h = 0; h < 2; h++)
+        w.sum[m][h] += (p[0][2 * h] + p[0][2 * h + 1]) + (p[1][2 * h] + p[1][2 * h + 1]);
+}
+
+/* Makes sums relative to the new maxima, unless all factors are 1. */
+PF_DEVICE void pf_rescale(pf_warp_state &state, const pf_weights &w) {
+    if (!PF_VOTE || __any_sync(PF_WARP_ALL, w.moved)) {
 #pragma unroll
         for (int m = 0; m < PF_ROW_TILES; m++)
 #pragma unroll
             for (int n = 0; n < PF_HEAD_DIM_V / 8; n++)
 #pragma unroll
                 for (int e = 0; e < 4; e++)
-                    state.o[m][n][e] *= alpha[m][e / 2];
+                    state.o[m][n][e] *= w.alpha[m][e / 2];
     }
-#pragma unroll
-    for (int step = 0; step < PF_TILE / 16; step++) {
-        uint32_t a[PF_ROW_TILES][4];
-#pragma unroll
-        for (int m = 0; m < PF_ROW_TILES; m++)
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
-                float p[4];
-#pragma unroll
-                for (int e = 0; e < 4; e++) {
-                    const float x = score[m][2 * step + half][e];
-                    p[e] = pf_exp2(PF_FINAL ? (x - base[m][e / 2]) * unit : fmaf(x, unit, -base[m][e / 2]));
-                    sum[m][e / 2] += p[e];
-                }
-                a[m][2 * half] = pf_pack(p[0], p[1]);
-                a[m][2 * half + 1] = pf_pack(p[2], p[3]);
-            }
-#pragma unroll
-        for (int n = 0; n < PF_HEAD_DIM_V / 16; n++) {
-            uint32_t r[4];
-            pf_ldmatrix_x4_trans(
-                r, v + pf_swizzled<PF_HEAD_DIM_V>(16 * step + lane % 16, 2 * n + lane / 16));
-            const uint32_t b[2][2] = {{r[0], r[1]}, {r[2], r[3]}};
-#pragma unroll
-            for (int m = 0; m < PF_ROW_TILES; m++) {
-                pf_mma(state.o[m][2 * n], a[m], b[0]);
-                pf_mma(state.o[m][2 * n + 1], a[m], b[1]);
-            }
-        }
-    }
+}
+
+PF_DEVICE void pf_add_sums(pf_warp_state &state, const pf_weights &w) {
 #pragma unroll
     for (int m = 0; m < PF_ROW_TILES; m++)
 #pragma unroll
         for (int h = 0; h < 2; h++)
-            state.l[m][h] += sum[m][h];
+            state.l[m][h] += w.sum[m][h];
+}
+
+/* Adds a block whose scores are there; weights are found (FIND) as the products come to them. */
+template <bool FIND>
+PF_DEVICE void pf_add_values(pf_warp_state &state, const pf_scores &score, float unit, pf_weights &w,
+                             const unsigned char *v, const pf_lane &lane) {
+#pragma unroll
+    for (int step = 0; step < PF_COLUMNS / 16; step++) {
+        if (FIND)
+#pragma unroll
+            for (int m = 0; m < PF_ROW_TILES; m++)
+                pf_find_weights(score, unit, step, m, w);
+#pragma unroll
+        for (int n = 0; n < PF_HEAD_DIM_V / 16; n++) {
+            uint32_t r[4];
+            pf_load_values(r, v, lane, step, n);
+            pf_multiply(state.o, w.a[step], r, n);
+        }
+    }
+    pf_add_sums(state, w);
+}
+
+#if PF_OVERLAP
+/* Finds the weights of one block while the matrix unit works on the scores of the next. */
+PF_DEVICE void pf_multiply_keys_beside(pf_scores &next, pf_queries &q, const unsigned char *shared, const unsigned char *k,
+                                       const pf_lane &lane, pf_warp_state &state, const pf_scores &score,
+                                       float unit, pf_weights &w) {
+    enum { STEPS = PF_HEAD_DIM / 16, N = PF_COLUMNS / 16, PARTS = N * PF_ROW_TILES };
+    pf_clear(next);
+    pf_find_tops(state, score, unit, w);
+#pragma unroll
+    for (int step = 0; step < STEPS; step++) {
+        uint32_t r[N][4];
+        if (!PF_KEEP_QUERIES)
+            pf_load_queries(q[0], shared, lane, step);
+#pragma unroll
+        for (int n = 0; n < N; n++)
+            pf_load_keys(r[n], k, lane, step, n);
+#pragma unroll
+        for (int n = 0; n < N; n++)
+            pf_multiply(next, q[PF_KEEP_QUERIES ? step : 0], r[n], n);
+        /* The first steps go beside the maxima. */
+#pragma unroll
+        for (int part = 0; part < PARTS; part++)
+            if (part * (STEPS - PF_BESIDE) / PARTS + PF_BESIDE == step)
+                pf_find_weights(score, unit, part / PF_ROW_TILES, part % PF_ROW_TILES, w);
+    }
+}
+#endif
+
+/* What a block of scores needs beside the products. */
+PF_DEVICE void pf_finish(const pf_call &call, const pf_block &block, const unsigned char *shared, int side,
+                         bool tested, int first, pf_scores &score, pf_weights &w) {
+    if (PF_FINAL || tested) {
+        pf_finish_scores(call, block.s, (const int2 *)(shared + PF_SPANS_AT) + side * PF_ROWS,
+                         (const pf_row_terms *)(shared + PF_QUERIES_AT), first, score, w.top);
+    } else {
+#pragma unroll
+        for (int m = 0; m < PF_ROW_TILES; m++)
+            w.top[m][0] = w.top[m][1] = pf_lowest<float>();
+    }
+}
+
+/* One tile: begins the copies of a later one, and adds what is there. */
+PF_DEVICE void pf_step(const pf_call &call, const pf_block &block, unsigned char *shared, int side, int tile,
+                       int end, bool tested, const pf_lane &lane, pf_queries &q, float unit,
+                       pf_warp_state &state) {
+    pf_cp_async_wait<(PF_STAGES > 2 ? PF_STAGES - 2 : 0)>();
+    __syncthreads();
+    if (PF_STAGES == 1) {
+        pf_start_values(block, shared, tile, end);
+        pf_cp_async_commit();
+        pf_look_up(call, block, shared, tile + 1);
+    } else {
+        pf_start_keys(block, shared, tile + PF_STAGES - 1, end);
+        pf_start_values(block, shared, tile + PF_STAGES - 1, end);
+        pf_cp_async_commit();
+        pf_look_up(call, block, shared, tile + PF_STAGES);
+    }
+    const int warp = threadIdx.x / 32, first = tile * PF_TILE;
+    bool idle = false;
+    if (tested) { /* near a diagonal some warps see nothing of a tile, and others all of it */
+        const int2 *spans = (const int2 *)(shared + PF_SPANS_AT) + side * PF_ROWS;
+        const int2 above = spans[warp * PF_WARP_ROWS], below = spans[(warp + 1) * PF_WARP_ROWS - 1];
+        idle = above.x >= first + PF_TILE || below.y <= first;
+        tested = below.x > first || above.y < first + PF_TILE;
+    }
+    if (idle) {
+        if (PF_STAGES == 1)
+            pf_start_next_keys(block, shared, tile, end);
+        return;
+    }
+    const unsigned char *k = shared + PF_K_AT + tile % PF_STAGES * PF_K_BYTES;
+    const unsigned char *v = shared + PF_V_AT + tile % PF_STAGES * PF_V_BYTES;
+#pragma unroll
+    for (int part = 0; part < PF_PARTS; part++) {
+        pf_scores score;
+        pf_multiply_keys(score, q, shared, k + part * (PF_K_BYTES / PF_PARTS), lane);
+        if (PF_STAGES == 1 && part == PF_PARTS - 1)
+            pf_start_next_keys(block, shared, tile, end);
+        pf_weights w;
+        pf_finish(call, block, shared, side, tested, first + part * PF_COLUMNS, score, w);
+        pf_find_tops(state, score, unit, w);
+        pf_rescale(state, w);
+        pf_add_values<true>(state, score, unit, w, v + part * (PF_V_BYTES / PF_PARTS), lane);
+    }
 }
 
 /* Rows of a warp once more, with care; the rare case, kept out of the kernel's registers. */
@@ -623,99 +829,99 @@ extern "C" __global__ void __launch_bounds__(PF_THREADS, PF_MIN_BLOCKS)
                 state.o[m][n][2 * h] = state.o[m][n][2 * h + 1] = 0;
         }
 
-    int64_t *places = (int64_t *)(shared + PF_PLACES_AT);
     const float unit = PF_FINAL ? (float)PF_LOG2_E : (float)(call.scale * PF_LOG2_E);
-    const pf_row_terms *terms = (const pf_row_terms *)(shared + PF_QUERIES_AT);
-    /* Copies begin for tiles up to the end of a side only. */
-    int end = 0;
-    const auto look_up = [&](int tile) {
-        if (PF_PAGED)
-            pf_find_places(call, s, block.kv_head, places + tile % 2 * (2 * PF_TILE), tile * PF_TILE);
-    };
-    const auto copy_keys = [&](int tile) {
-        if (tile < end)
-            pf_copy_tile<PF_HEAD_DIM>(shared + PF_K_AT + tile % PF_STAGES * PF_K_BYTES, block.keys,
-                                      places + tile % 2 * (2 * PF_TILE), tile * PF_TILE,
- (int)s.mask.num_keys);
-    };
-    const auto copy_values = [&](int tile) {
-        if (tile < end)
-            pf_copy_tile<PF_HEAD_DIM_V>(shared + PF_V_AT + tile % PF_STAGES * PF_V_BYTES, block.values,
-                                        places + tile % 2 * (2 * PF_TILE) + PF_TILE, tile * PF_TILE,
- (int)s.mask.num_keys);
-    };
-
+    const pf_lane lane = pf_get_lane();
+    pf_queries q;
     for (int side = PF_SPANS && s.mask.sink_tokens > 0 ? PF_SINK_KEYS : PF_WINDOW_KEYS; side < PF_NUM_SIDES;
          side++) {
         __syncthreads(); /* what the block holds is there; tiles of the other side have been read */
         const int begin = block.begin[side];
-        end = block.end[side];
+        const int end = block.end[side];
         if (begin >= end)
             continue;
-        const int2 *spans = (const int2 *)(shared + PF_SPANS_AT) + side * PF_ROWS;
-        /* Places of a tile are looked up a step before its copy begins, with a barrier between. */
+#if PF_KEEP_QUERIES
+        pf_cp_async_commit();
+        pf_cp_async_wait<0>();
+        __syncthreads();
+        pf_keep_queries(q, shared, lane);
+#endif
+#if PF_OVERLAP
+        pf_look_up(call, block, shared, begin);
+        if (PF_PAGED)
+            __syncthreads();
+        pf_start_keys(block, shared, begin, end);
+        pf_cp_async_commit();
+        pf_start_values(block, shared, begin, end);
+        pf_cp_async_commit();
+        pf_look_up(call, block, shared, begin + 1);
+        pf_cp_async_wait<1>();
+        __syncthreads();
+        pf_start_keys(block, shared, begin + 1, end);
+        pf_cp_async_commit();
+        pf_scores even, odd;
+        pf_multiply_keys(even, q, shared, shared + PF_K_AT + begin % 2 * PF_K_BYTES, lane);
+#pragma unroll 1
+        for (int tile = begin; tile < end; tile++) {
+            const int first = tile * PF_TILE;
+            const bool masked = tile < block.full_begin[side] || tile >= block.full_end[side];
+            const unsigned char *k = shared + PF_K_AT, *v = shared + PF_V_AT + tile % 2 * PF_V_BYTES;
+            pf_weights w;
+            pf_cp_async_wait<1>();
+            __syncthreads();
+            pf_start_values(block, shared, tile + 1, end);
+            pf_cp_async_commit();
+            pf_look_up(call, block, shared, tile + 2);
+            pf_finish(call, block, shared, side, masked, first, even, w);
+            pf_multiply_keys_beside(odd, q, shared, k + tile % 2 * PF_K_BYTES + PF_K_BYTES / 2, lane, state, even,
+                                    unit, w);
+            pf_rescale(state, w);
+            pf_add_values<false>(state, even, unit, w, v, lane);
+            pf_cp_async_wait<1>();
+            __syncthreads();
+            pf_start_keys(block, shared, tile + 2, end);
+            pf_cp_async_commit();
+            pf_finish(call, block, shared, side, masked, first + PF_COLUMNS, odd, w);
+            pf_multiply_keys_beside(even, q, shared, k + (tile + 1) % 2 * PF_K_BYTES, lane, state, odd, unit, w);
+            pf_rescale(state, w);
+            pf_add_values<false>(state, odd, unit, w, v + PF_V_BYTES / 2, lane);
+        }
+#else
         if (PF_STAGES == 1) {
-            look_up(begin);
+            pf_look_up(call, block, shared, begin);
             if (PF_PAGED)
                 __syncthreads();
-            copy_keys(begin);
+            pf_start_keys(block, shared, begin, end);
             pf_cp_async_commit();
         } else {
 #pragma unroll 1
             for (int tile = begin; tile < begin + PF_STAGES - 1; tile++) {
-                look_up(tile);
+                pf_look_up(call, block, shared, tile);
                 if (PF_PAGED)
                     __syncthreads();
-                copy_keys(tile);
-                copy_values(tile);
+                pf_start_keys(block, shared, tile, end);
+                pf_start_values(block, shared, tile, end);
                 pf_cp_async_commit();
             }
-            look_up(begin + PF_STAGES - 1);
+            pf_look_up(call, block, shared, begin + PF_STAGES - 1);
         }
 
+        /* A loop of its own, without options, for the tiles that need no test. */
+        const int full_begin = min(max(block.full_begin[side], begin), end);
+        int tile = begin;
 #pragma unroll 1
-        for (int tile = begin; tile < end; tile++) {
-            pf_cp_async_wait<(PF_STAGES > 2 ? PF_STAGES - 2 : 0)>();
-            __syncthreads();
-            if (PF_STAGES == 1) {
-                copy_values(tile);
-                pf_cp_async_commit();
-                look_up(tile + 1);
-            } else {
-                copy_keys(tile + PF_STAGES - 1);
-                copy_values(tile + PF_STAGES - 1);
-                pf_cp_async_commit();
-                look_up(tile + PF_STAGES);
-            }
-            /* Near a diagonal some warps see nothing of a tile, and others all of it. */
-            const int first = tile * PF_TILE;
-            bool idle = false, masked = tile < block.full_begin[side] || tile >= block.full_end[side];
-            if (masked) {
-                const int2 above = spans[warp * PF_WARP_ROWS], below = spans[(warp + 1) * PF_WARP_ROWS - 1];
-                idle = above.x >= first + PF_TILE || below.y <= first;
-                masked = below.x > first || above.y < first + PF_TILE;
-            }
-            pf_scores score;
-            if (!idle)
-                pf_multiply_keys(score, shared, shared + PF_K_AT + tile % PF_STAGES * PF_K_BYTES);
-            if (PF_STAGES == 1) {
-                pf_cp_async_wait<0>();
-                __syncthreads();
-                copy_keys(tile + 1);
-                pf_cp_async_commit();
-            }
-            if (idle)
-                continue;
-            float bottom[PF_ROW_TILES][2];
-            if (PF_FINAL || masked) {
-                pf_finish_scores(call, s, spans, terms, first, score, bottom);
-            } else {
-#pragma unroll
-                for (int m = 0; m < PF_ROW_TILES; m++)
-                    bottom[m][0] = bottom[m][1] = pf_lowest<float>();
-            }
-            pf_add_tile(state, score, bottom, unit, shared + PF_V_AT + tile % PF_STAGES * PF_V_BYTES);
+        for (int turn = 0; turn < 2; turn++) {
+            const int tested_end = turn == 0 && PF_TWO_BODIES ? full_begin : end;
+#pragma unroll 1
+            for (; tile < tested_end; tile++)
+                pf_step(call, block, shared, side, tile, end, true, lane, q, unit, state);
+            if (!PF_TWO_BODIES)
+                break;
+            const int full_end = turn == 0 ? min(block.full_end[side], end) : tile;
+#pragma unroll 1
+            for (; tile < full_end; tile++)
+                pf_step(call, block, shared, side, tile, end, false, lane, q, unit, state);
         }
+#endif
     }
 
     pf_cp_async_commit();
