@@ -568,8 +568,8 @@ PF_DEVICE void pf_finish(const pf_call &call, const pf_block &block, const unsig
 
 /* One tile: begins the copies of a later one, and adds what is there. */
 PF_DEVICE void pf_step(const pf_call &call, const pf_block &block, unsigned char *shared, int side, int tile,
-                       int end, bool tested, const pf_lane &lane, pf_queries &q, float unit,
-                       pf_warp_state &state) {
+                       bool tested, const pf_lane &lane, pf_queries &q, float unit, pf_warp_state &state) {
+    const int end = block.end[side];
     pf_cp_async_wait<(PF_STAGES > 2 ? PF_STAGES - 2 : 0)>();
     __syncthreads();
     if (PF_STAGES == 1) {
@@ -906,20 +906,18 @@ extern "C" __global__ void __launch_bounds__(PF_THREADS, PF_MIN_BLOCKS)
         }
 
         /* A loop of its own, without options, for the tiles that need no test. */
-        const int full_begin = min(max(block.full_begin[side], begin), end);
         int tile = begin;
 #pragma unroll 1
         for (int turn = 0; turn < 2; turn++) {
-            const int tested_end = turn == 0 && PF_TWO_BODIES ? full_begin : end;
+            const bool last = turn == 1 || !PF_TWO_BODIES;
 #pragma unroll 1
-            for (; tile < tested_end; tile++)
-                pf_step(call, block, shared, side, tile, end, true, lane, q, unit, state);
-            if (!PF_TWO_BODIES)
+            for (; tile < (last ? block.end[side] : min(block.full_begin[side], block.end[side])); tile++)
+                pf_step(call, block, shared, side, tile, true, lane, q, unit, state);
+            if (last)
                 break;
-            const int full_end = turn == 0 ? min(block.full_end[side], end) : tile;
 #pragma unroll 1
-            for (; tile < full_end; tile++)
-                pf_step(call, block, shared, side, tile, end, false, lane, q, unit, state);
+            for (; tile < min(block.full_end[side], block.end[side]); tile++)
+                pf_step(call, block, shared, side, tile, false, lane, q, unit, state);
         }
 #endif
     }
