@@ -28,12 +28,6 @@ class Tiles(NamedTuple):
     tile: int  # keys
     stages: int  # tiles of keys and values in shared memory; 1: the next keys come while values are used
     min_blocks: int  # of one multiprocessor
-    parts: int = 1  # of a tile, that scores are computed for at a time
-    keep_queries: int = 0  # in registers
-    overlap: int = 0
-    two_bodies: int = 0
-    vote: int = 1
-    beside: int = 2
 
     @property
     def rows(self) -> int:
@@ -50,14 +44,18 @@ def shared_bytes(tiles: Tiles, width: int, width_v: int, *, paged: bool, final: 
     """Return the shared memory of a block: the sum that the enumeration in forward_mma.cu has."""
     arrays = tiles.rows * width * 2 + tiles.stages * tiles.tile * (width + width_v) * 2
     arrays = max(arrays, tiles.rows * width_v * 2)
-    return arrays + 384 + 16 * tiles.rows + (32 * tiles.tile if paged else 0) + (32 * tiles.rows if final else 0)
+    return (
+        arrays + 384 + 16 * tiles.rows + (32 * tiles.tile if paged else 0) + (32 * tiles.rows if final else 0)
+    )
 
 
 def _candidates(width: int, width_v: int, *, wide_terms: bool) -> Iterator[Tiles]:
-    """Yield shapes, best first; the keys of a tile are the same for all, so that results are too."""
+    """Yield shapes, best first: two row tiles a warp halve what is read from shared memory."""
+    if width <= 64 and width_v <= 64 and not wide_terms:
+        yield Tiles(4, 2, 128, 2, 2)
     if width_v <= 128 and width <= 192 and not wide_terms:
         yield Tiles(4, 2, 64, 2, 2)
-        yield Tiles(4, 2, 64, 1, 2)
+        yield Tiles(8, 2, 64, 2, 1)
     yield Tiles(8, 1, 64, 2, 1)
     yield Tiles(8, 1, 64, 1, 1)
     yield Tiles(4, 1, 64, 1, 1)
@@ -159,12 +157,6 @@ def _source(
         "PF_TILE": tiles.tile,
         "PF_STAGES": tiles.stages,
         "PF_MIN_BLOCKS": tiles.min_blocks,
-        "PF_PARTS": tiles.parts,
-        "PF_KEEP_QUERIES": tiles.keep_queries,
-        "PF_OVERLAP": tiles.overlap,
-        "PF_TWO_BODIES": tiles.two_bodies,
-        "PF_VOTE": tiles.vote,
-        "PF_BESIDE": tiles.beside,
     }
     defines = tuple((name, str(value)) for name, value in constants.items())
     return Source("forward_mma.cu", "pf_forward_mma", defines, expressions)

@@ -1,9 +1,9 @@
 /* Prefill on the matrix unit: many queries, keys and values of one 16-bit type, softmax in float32.
  *
- * A block has PF_ROWS query rows of one head (or, where PF_PACKED, of the heads that share their keys: rows go
- * query by query, then head of the group) and goes through the keys in tiles of PF_TILE, in ascending order and
- * from borders that are multiples of the tile. Each warp has 16 PF_ROW_TILES rows to itself: their scores, sums
- * and outputs stay in its registers, and nothing but K and V is shared.
+ * A block has PF_ROWS query rows of one head (or, where PF_PACKED, of the heads that share their keys: rows
+ * go query by query, then head of the group) and goes through the keys in tiles of PF_TILE, in ascending
+ * order and from borders that are multiples of the tile. Each warp has 16 PF_ROW_TILES rows to itself: their
+ * scores, sums and outputs stay in its registers, and nothing but K and V is shared.
  *
  * Where there are score terms or the scale is not positive (PF_FINAL), scores are finished in natural units.
  * Otherwise the maximum is that of the bare products, and scale and log2(e) go into the exponent.
@@ -22,7 +22,6 @@
 
 enum {
     PF_THREADS = 32 * PF_WARPS,
-    PF_COLUMNS = PF_TILE / PF_PARTS, /* scores that a warp has at a time */
     PF_WARP_ROWS = 16 * PF_ROW_TILES,
     PF_ROWS = PF_WARPS * PF_WARP_ROWS,
     /* Tiles in shared memory, in bytes from its begin; finished rows take their place. */
@@ -32,7 +31,8 @@ enum {
     PF_V_BYTES = PF_TILE * PF_HEAD_DIM_V * 2,
     PF_V_END = PF_V_AT + PF_STAGES * PF_V_BYTES,
     PF_OUT_BYTES = PF_ROWS * PF_HEAD_DIM_V * 2,
-    /* Behind them: the block, spans of its rows, places of keys and values, what terms need to know of a row. */
+    /* Behind them: the block, spans of its rows, places of keys and values, what terms need to know of a row.
+     */
     PF_BLOCK_AT = PF_V_END > PF_OUT_BYTES ? PF_V_END : PF_OUT_BYTES,
     PF_BLOCK_BYTES = 384,
     PF_SPANS_AT = PF_BLOCK_AT + PF_BLOCK_BYTES,
@@ -82,14 +82,14 @@ PF_DEVICE int64_t pf_head_of(const pf_block &block, int64_t row) {
                      : block.head;
 }
 
-/* Byte of 16-byte piece `piece` of a row of a tile in shared memory. The eight rows that the matrix unit reads
- * at a time lie in different banks. */
+/* Byte of 16-byte piece `piece` of a row of a tile in shared memory. The eight rows that the matrix unit
+ * reads at a time lie in different banks. */
 template <int WIDTH> PF_DEVICE uint32_t pf_swizzled(uint32_t row, uint32_t piece) {
     const uint32_t turn = WIDTH % 64 == 0 ? row % 8 : row / 2 % 4;
     return row * (WIDTH * 2) + ((piece ^ turn) * 16);
 }
 
-/* The same for piece 2 step + piece, from the place of a piece below 2: one exclusive or for several steps. */
+/* The same for piece 2 step + piece, from the place of piece 0 or 1: by one exclusive or. */
 template <int WIDTH> PF_DEVICE uint32_t pf_at_step(uint32_t place, int step) {
     const int span = WIDTH % 64 == 0 ? 128 : 64;
     return (place ^ (step * 32 % span)) + step * 32 / span * span;
@@ -137,7 +137,8 @@ PF_DEVICE void pf_copy_tile(unsigned char *tile, const pf_stream &stream, const 
     const uint32_t row = threadIdx.x / copy::LANES;
     if (!PF_PAGED && WIDTH == stream.width && first + PF_TILE <= num_keys && PF_TILE % copy::ROWS == 0) {
         /* No test in a full tile; a piece stays in its column if rows are eights apart. */
-        const char *next = stream.data + (first + (int64_t)row) * stream.stride + threadIdx.x % copy::LANES * 16;
+        const char *next =
+            stream.data + (first + (int64_t)row) * stream.stride + threadIdx.x % copy::LANES * 16;
         const int64_t step = copy::ROWS * stream.stride;
         unsigned char *to = tile + pf_swizzled<WIDTH>(row, threadIdx.x % copy::LANES);
 #pragma unroll
@@ -214,7 +215,7 @@ PF_DEVICE void pf_start_next_keys(const pf_block &block, unsigned char *shared, 
 
 /* Scores of a warp: row g + 8 h of a row tile, columns 8 n + 2 t and the next in [n][2 h] and [n][2 h + 1],
  * for lane 4 g + t. */
-typedef float pf_scores[PF_ROW_TILES][PF_COLUMNS / 8][4];
+typedef float pf_scores[PF_ROW_TILES][PF_TILE / 8][4];
 
 /* Places of a lane's parts of q, k and v in the matrices of a tile. */
 struct pf_lane {
@@ -232,14 +233,14 @@ PF_DEVICE void pf_clear(pf_scores &score) {
 #pragma unroll
     for (int m = 0; m < PF_ROW_TILES; m++)
 #pragma unroll
-        for (int n = 0; n < PF_COLUMNS / 8; n++)
+        for (int n = 0; n < PF_TILE / 8; n++)
 #pragma unroll
             for (int e = 0; e < 4; e++)
                 score[m][n][e] = 0;
 }
 
-PF_DEVICE void pf_load_queries(uint32_t (&a)[PF_ROW_TILES][4], const unsigned char *shared, const pf_lane &lane,
-                               int step) {
+PF_DEVICE void pf_load_queries(uint32_t (&a)[PF_ROW_TILES][4], const unsigned char *shared,
+                               const pf_lane &lane, int step) {
 #pragma unroll
     for (int m = 0; m < PF_ROW_TILES; m++)
         pf_ldmatrix_x4(a[m], shared + pf_at_step<PF_HEAD_DIM>(lane.q, step) + 16 * m * (PF_HEAD_DIM * 2));
@@ -249,7 +250,8 @@ PF_DEVICE void pf_load_keys(uint32_t (&r)[4], const unsigned char *k, const pf_l
     pf_ldmatrix_x4(r, k + pf_at_step<PF_HEAD_DIM>(lane.k, step) + 16 * n * (PF_HEAD_DIM * 2));
 }
 
-PF_DEVICE void pf_load_values(uint32_t (&r)[4], const unsigned char *v, const pf_lane &lane, int step, int n) {
+PF_DEVICE void pf_load_values(uint32_t (&r)[4], const unsigned char *v, const pf_lane &lane, int step,
+                              int n) {
     pf_ldmatrix_x4_trans(r, v + pf_at_step<PF_HEAD_DIM_V>(lane.v, n) + 16 * step * (PF_HEAD_DIM_V * 2));
 }
 
@@ -265,28 +267,18 @@ PF_DEVICE void pf_multiply(float (&d)[PF_ROW_TILES][COUNT][4], const uint32_t (&
     }
 }
 
-/* Parts of the queries that a warp keeps in registers: all, or what one step needs. */
-enum { PF_KEPT_STEPS = PF_KEEP_QUERIES ? PF_HEAD_DIM / 16 : 1 };
-typedef uint32_t pf_queries[PF_KEPT_STEPS][PF_ROW_TILES][4];
-
-PF_DEVICE void pf_keep_queries(pf_queries &q, const unsigned char *shared, const pf_lane &lane) {
-#pragma unroll
-    for (int step = 0; step < PF_KEPT_STEPS; step++)
-        pf_load_queries(q[step], shared, lane, step);
-}
-
-PF_DEVICE void pf_multiply_keys(pf_scores &score, pf_queries &q, const unsigned char *shared,
-                                const unsigned char *k, const pf_lane &lane) {
+PF_DEVICE void pf_multiply_keys(pf_scores &score, const unsigned char *shared, const unsigned char *k,
+                                const pf_lane &lane) {
     pf_clear(score);
 #pragma unroll
     for (int step = 0; step < PF_HEAD_DIM / 16; step++) {
-        if (!PF_KEEP_QUERIES)
-            pf_load_queries(q[0], shared, lane, step);
+        uint32_t a[PF_ROW_TILES][4];
+        pf_load_queries(a, shared, lane, step);
 #pragma unroll
-        for (int n = 0; n < PF_COLUMNS / 16; n++) {
+        for (int n = 0; n < PF_TILE / 16; n++) {
             uint32_t r[4];
             pf_load_keys(r, k, lane, step, n);
-            pf_multiply(score, q[PF_KEEP_QUERIES ? step : 0], r, n);
+            pf_multiply(score, a, r, n);
         }
     }
 }
@@ -316,7 +308,7 @@ template <int DTYPE>
 PF_DEVICE void pf_add_bias(const pf_call &call, int64_t offset, int m, int h, pf_scores &score,
                            uint32_t &hidden) {
 #pragma unroll
-    for (int i = 0; i < PF_COLUMNS / 4; i++) {
+    for (int i = 0; i < PF_TILE / 4; i++) {
         float &x = score[m][i / 2][2 * h + i % 2];
         if (hidden >> i & 1)
             continue;
@@ -343,7 +335,7 @@ PF_DEVICE void pf_finish_row(const pf_call &call, const pf_sequence &s, const pf
     const float inverse_cap = 1 / cap;
 #endif
 #pragma unroll
-    for (int i = 0; i < PF_COLUMNS / 4; i++) {
+    for (int i = 0; i < PF_TILE / 4; i++) {
         float &x = score[m][i / 2][2 * h + i % 2];
         x *= (float)call.scale;
 #if PF_HAS(SOFTCAP)
@@ -360,14 +352,14 @@ PF_DEVICE void pf_finish_row(const pf_call &call, const pf_sequence &s, const pf
 #if PF_HAS(MASK)
     const uint8_t *mask = (const uint8_t *)call.mask.data + row.mask + column * call.mask.stride_dim;
 #pragma unroll
-    for (int i = 0; i < PF_COLUMNS / 4; i++)
+    for (int i = 0; i < PF_TILE / 4; i++)
         if (!(hidden >> i & 1))
             hidden |= (uint32_t)(mask[(8 * (i / 2) + i % 2) * call.mask.stride_dim] == 0) << i;
 #endif
 #if PF_HAS(TREE) || PF_HAS(MASK_MOD)
     const pf_query q = {row.head, 0, 0, row.position, row.bias, row.mask, row.slope};
 #pragma unroll
-    for (int i = 0; i < PF_COLUMNS / 4; i++)
+    for (int i = 0; i < PF_TILE / 4; i++)
         if (!(hidden >> i & 1))
             hidden |= (uint32_t)pf_is_hidden(call, s, q, column + 8 * (i / 2) + i % 2) << i;
 #endif
@@ -390,11 +382,13 @@ PF_DEVICE void pf_finish_row(const pf_call &call, const pf_sequence &s, const pf
 }
 
 /* What a tile needs beside the products: final scores, -inf for what a row does not see. `bottom` becomes the
- * lowest that the maximum of a row can be: -inf if the row sees none of the tile. `first` is the first key. */
+ * lowest that the maximum of a row can be: -inf if the row sees none of the tile. `first` is the first key.
+ */
 PF_DEVICE void pf_finish_scores(const pf_call &call, const pf_sequence &s, const int2 *spans,
-                                const pf_row_terms *terms, int first, pf_scores &score, float (&bottom)[PF_ROW_TILES][2]) {
+                                const pf_row_terms *terms, int first, pf_scores &score,
+                                float (&bottom)[PF_ROW_TILES][2]) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    #pragma unroll
+#pragma unroll
     for (int m = 0; m < PF_ROW_TILES; m++)
 #pragma unroll
         for (int h = 0; h < 2; h++) {
@@ -403,17 +397,17 @@ PF_DEVICE void pf_finish_scores(const pf_call &call, const pf_sequence &s, const
             const int lo = spans[row].x - column, hi = spans[row].y - column;
             uint32_t hidden = 0;
 #pragma unroll
-            for (int i = 0; i < PF_COLUMNS / 4; i++)
+            for (int i = 0; i < PF_TILE / 4; i++)
                 hidden |= (uint32_t)(8 * (i / 2) + i % 2 < lo || 8 * (i / 2) + i % 2 >= hi) << i;
 #if PF_FINAL
             pf_finish_row(call, s, terms[row], m, h, first, score, hidden);
 #endif
 #pragma unroll
-            for (int i = 0; i < PF_COLUMNS / 4; i++)
+            for (int i = 0; i < PF_TILE / 4; i++)
                 if (hidden >> i & 1)
                     score[m][i / 2][2 * h + i % 2] = -pf_infinity();
-            bottom[m][h] = hidden == (uint32_t)(((uint64_t)1 << PF_COLUMNS / 4) - 1) ? -pf_infinity()
-                                                                                  : pf_lowest<float>();
+            bottom[m][h] =
+                hidden == (uint32_t)(((uint64_t)1 << PF_TILE / 4) - 1) ? -pf_infinity() : pf_lowest<float>();
         }
 }
 
@@ -435,15 +429,15 @@ struct pf_warp_state {
     float l[PF_ROW_TILES][2]; /* this lane's part */
 };
 
-/* Weights of a block of scores, as the matrix unit takes them, and what they are relative to. */
+/* Weights, as the matrix unit takes them, and what they are relative to. */
 struct pf_weights {
-    uint32_t a[PF_COLUMNS / 16][PF_ROW_TILES][4];
+    uint32_t a[PF_ROW_TILES][4]; /* of 16 keys */
     float top[PF_ROW_TILES][2], base[PF_ROW_TILES][2], alpha[PF_ROW_TILES][2], sum[PF_ROW_TILES][2];
     bool moved;
 };
 
-/* Maxima of the rows; `top` holds the lowest that they can be. `unit` is what turns differences of scores into
- * exponents of 2. */
+/* Maxima of the rows; `top` holds the lowest that they can be. `unit` is what turns differences of scores
+ * into exponents of 2. */
 PF_DEVICE void pf_find_tops(pf_warp_state &state, const pf_scores &score, float unit, pf_weights &w) {
     w.moved = false;
 #pragma unroll
@@ -452,7 +446,7 @@ PF_DEVICE void pf_find_tops(pf_warp_state &state, const pf_scores &score, float 
         for (int h = 0; h < 2; h++) {
             float top = w.top[m][h];
 #pragma unroll
-            for (int n = 0; n < PF_COLUMNS / 8; n++)
+            for (int n = 0; n < PF_TILE / 8; n++)
                 top = pf_max_of(top, pf_max_of(score[m][n][2 * h], score[m][n][2 * h + 1]));
             const float before = state.m[m][h];
             top = pf_max_of(before, pf_quad_max(top));
@@ -476,8 +470,8 @@ PF_DEVICE void pf_find_weights(const pf_scores &score, float unit, int step, int
             const float x = score[m][2 * step + half][e], base = w.base[m][e / 2];
             p[half][e] = pf_exp2(PF_FINAL ? (x - base) * unit : fmaf(x, unit, -base));
         }
-        w.a[step][m][2 * half] = pf_pack(p[half][0], p[half][1]);
-        w.a[step][m][2 * half + 1] = pf_pack(p[half][2], p[half][3]);
+        w.a[m][2 * half] = pf_pack(p[half][0], p[half][1]);
+        w.a[m][2 * half + 1] = pf_pack(p[half][2], p[half][3]);
     }
 #pragma unroll
     for (int h = 0; h < 2; h++)
@@ -486,7 +480,7 @@ PF_DEVICE void pf_find_weights(const pf_scores &score, float unit, int step, int
 
 /* Makes sums relative to the new maxima, unless all factors are 1. */
 PF_DEVICE void pf_rescale(pf_warp_state &state, const pf_weights &w) {
-    if (!PF_VOTE || __any_sync(PF_WARP_ALL, w.moved)) {
+    if (__any_sync(PF_WARP_ALL, w.moved)) {
 #pragma unroll
         for (int m = 0; m < PF_ROW_TILES; m++)
 #pragma unroll
@@ -505,55 +499,25 @@ PF_DEVICE void pf_add_sums(pf_warp_state &state, const pf_weights &w) {
             state.l[m][h] += w.sum[m][h];
 }
 
-/* Adds a block whose scores are there; weights are found (FIND) as the products come to them. */
-template <bool FIND>
+/* Adds a tile whose scores are there; weights are found as the products come to them. */
 PF_DEVICE void pf_add_values(pf_warp_state &state, const pf_scores &score, float unit, pf_weights &w,
                              const unsigned char *v, const pf_lane &lane) {
 #pragma unroll
-    for (int step = 0; step < PF_COLUMNS / 16; step++) {
-        if (FIND)
+    for (int step = 0; step < PF_TILE / 16; step++) {
 #pragma unroll
-            for (int m = 0; m < PF_ROW_TILES; m++)
-                pf_find_weights(score, unit, step, m, w);
+        for (int m = 0; m < PF_ROW_TILES; m++)
+            pf_find_weights(score, unit, step, m, w);
 #pragma unroll
         for (int n = 0; n < PF_HEAD_DIM_V / 16; n++) {
             uint32_t r[4];
             pf_load_values(r, v, lane, step, n);
-            pf_multiply(state.o, w.a[step], r, n);
+            pf_multiply(state.o, w.a, r, n);
         }
     }
     pf_add_sums(state, w);
 }
 
-#if PF_OVERLAP
-/* Finds the weights of one block while the matrix unit works on the scores of the next. */
-PF_DEVICE void pf_multiply_keys_beside(pf_scores &next, pf_queries &q, const unsigned char *shared, const unsigned char *k,
-                                       const pf_lane &lane, pf_warp_state &state, const pf_scores &score,
-                                       float unit, pf_weights &w) {
-    enum { STEPS = PF_HEAD_DIM / 16, N = PF_COLUMNS / 16, PARTS = N * PF_ROW_TILES };
-    pf_clear(next);
-    pf_find_tops(state, score, unit, w);
-#pragma unroll
-    for (int step = 0; step < STEPS; step++) {
-        uint32_t r[N][4];
-        if (!PF_KEEP_QUERIES)
-            pf_load_queries(q[0], shared, lane, step);
-#pragma unroll
-        for (int n = 0; n < N; n++)
-            pf_load_keys(r[n], k, lane, step, n);
-#pragma unroll
-        for (int n = 0; n < N; n++)
-            pf_multiply(next, q[PF_KEEP_QUERIES ? step : 0], r[n], n);
-        /* The first steps go beside the maxima. */
-#pragma unroll
-        for (int part = 0; part < PARTS; part++)
-            if (part * (STEPS - PF_BESIDE) / PARTS + PF_BESIDE == step)
-                pf_find_weights(score, unit, part / PF_ROW_TILES, part % PF_ROW_TILES, w);
-    }
-}
-#endif
-
-/* What a block of scores needs beside the products. */
+/* What a tile needs beside the products. */
 PF_DEVICE void pf_finish(const pf_call &call, const pf_block &block, const unsigned char *shared, int side,
                          bool tested, int first, pf_scores &score, pf_weights &w) {
     if (PF_FINAL || tested) {
@@ -568,7 +532,7 @@ PF_DEVICE void pf_finish(const pf_call &call, const pf_block &block, const unsig
 
 /* One tile: begins the copies of a later one, and adds what is there. */
 PF_DEVICE void pf_step(const pf_call &call, const pf_block &block, unsigned char *shared, int side, int tile,
-                       bool tested, const pf_lane &lane, pf_queries &q, float unit, pf_warp_state &state) {
+                       bool tested, const pf_lane &lane, float unit, pf_warp_state &state) {
     const int end = block.end[side];
     pf_cp_async_wait<(PF_STAGES > 2 ? PF_STAGES - 2 : 0)>();
     __syncthreads();
@@ -597,18 +561,15 @@ PF_DEVICE void pf_step(const pf_call &call, const pf_block &block, unsigned char
     }
     const unsigned char *k = shared + PF_K_AT + tile % PF_STAGES * PF_K_BYTES;
     const unsigned char *v = shared + PF_V_AT + tile % PF_STAGES * PF_V_BYTES;
-#pragma unroll
-    for (int part = 0; part < PF_PARTS; part++) {
-        pf_scores score;
-        pf_multiply_keys(score, q, shared, k + part * (PF_K_BYTES / PF_PARTS), lane);
-        if (PF_STAGES == 1 && part == PF_PARTS - 1)
-            pf_start_next_keys(block, shared, tile, end);
-        pf_weights w;
-        pf_finish(call, block, shared, side, tested, first + part * PF_COLUMNS, score, w);
-        pf_find_tops(state, score, unit, w);
-        pf_rescale(state, w);
-        pf_add_values<true>(state, score, unit, w, v + part * (PF_V_BYTES / PF_PARTS), lane);
-    }
+    pf_scores score;
+    pf_multiply_keys(score, shared, k, lane);
+    if (PF_STAGES == 1)
+        pf_start_next_keys(block, shared, tile, end);
+    pf_weights w;
+    pf_finish(call, block, shared, side, tested, first, score, w);
+    pf_find_tops(state, score, unit, w);
+    pf_rescale(state, w);
+    pf_add_values(state, score, unit, w, v, lane);
 }
 
 /* Rows of a warp once more, with care; the rare case, kept out of the kernel's registers. */
@@ -801,8 +762,8 @@ extern "C" __global__ void __launch_bounds__(PF_THREADS, PF_MIN_BLOCKS)
         typedef pf_copy<PF_HEAD_DIM> copy;
         for (int row = threadIdx.x / copy::LANES; row < PF_ROWS; row += copy::ROWS) {
             const int64_t i = pf_row_of(block, row);
-            const char *q = pf_place(
-                call.q, pf_query_offset(call.q, s, pf_head_of(block, i), pf_query_of(block, i)));
+            const char *q =
+                pf_place(call.q, pf_query_offset(call.q, s, pf_head_of(block, i), pf_query_of(block, i)));
             pf_copy_row<PF_HEAD_DIM>(shared, row, q, true, (int)call.head_dim);
         }
     }
@@ -831,7 +792,6 @@ extern "C" __global__ void __launch_bounds__(PF_THREADS, PF_MIN_BLOCKS)
 
     const float unit = PF_FINAL ? (float)PF_LOG2_E : (float)(call.scale * PF_LOG2_E);
     const pf_lane lane = pf_get_lane();
-    pf_queries q;
     for (int side = PF_SPANS && s.mask.sink_tokens > 0 ? PF_SINK_KEYS : PF_WINDOW_KEYS; side < PF_NUM_SIDES;
          side++) {
         __syncthreads(); /* what the block holds is there; tiles of the other side have been read */
@@ -839,53 +799,6 @@ extern "C" __global__ void __launch_bounds__(PF_THREADS, PF_MIN_BLOCKS)
         const int end = block.end[side];
         if (begin >= end)
             continue;
-#if PF_KEEP_QUERIES
-        pf_cp_async_commit();
-        pf_cp_async_wait<0>();
-        __syncthreads();
-        pf_keep_queries(q, shared, lane);
-#endif
-#if PF_OVERLAP
-        pf_look_up(call, block, shared, begin);
-        if (PF_PAGED)
-            __syncthreads();
-        pf_start_keys(block, shared, begin, end);
-        pf_cp_async_commit();
-        pf_start_values(block, shared, begin, end);
-        pf_cp_async_commit();
-        pf_look_up(call, block, shared, begin + 1);
-        pf_cp_async_wait<1>();
-        __syncthreads();
-        pf_start_keys(block, shared, begin + 1, end);
-        pf_cp_async_commit();
-        pf_scores even, odd;
-        pf_multiply_keys(even, q, shared, shared + PF_K_AT + begin % 2 * PF_K_BYTES, lane);
-#pragma unroll 1
-        for (int tile = begin; tile < end; tile++) {
-            const int first = tile * PF_TILE;
-            const bool masked = tile < block.full_begin[side] || tile >= block.full_end[side];
-            const unsigned char *k = shared + PF_K_AT, *v = shared + PF_V_AT + tile % 2 * PF_V_BYTES;
-            pf_weights w;
-            pf_cp_async_wait<1>();
-            __syncthreads();
-            pf_start_values(block, shared, tile + 1, end);
-            pf_cp_async_commit();
-            pf_look_up(call, block, shared, tile + 2);
-            pf_finish(call, block, shared, side, masked, first, even, w);
-            pf_multiply_keys_beside(odd, q, shared, k + tile % 2 * PF_K_BYTES + PF_K_BYTES / 2, lane, state, even,
-                                    unit, w);
-            pf_rescale(state, w);
-            pf_add_values<false>(state, even, unit, w, v, lane);
-            pf_cp_async_wait<1>();
-            __syncthreads();
-            pf_start_keys(block, shared, tile + 2, end);
-            pf_cp_async_commit();
-            pf_finish(call, block, shared, side, masked, first + PF_COLUMNS, odd, w);
-            pf_multiply_keys_beside(even, q, shared, k + (tile + 1) % 2 * PF_K_BYTES, lane, state, odd, unit, w);
-            pf_rescale(state, w);
-            pf_add_values<false>(state, odd, unit, w, v + PF_V_BYTES / 2, lane);
-        }
-#else
         if (PF_STAGES == 1) {
             pf_look_up(call, block, shared, begin);
             if (PF_PAGED)
@@ -909,17 +822,14 @@ extern "C" __global__ void __launch_bounds__(PF_THREADS, PF_MIN_BLOCKS)
         int tile = begin;
 #pragma unroll 1
         for (int turn = 0; turn < 2; turn++) {
-            const bool last = turn == 1 || !PF_TWO_BODIES;
 #pragma unroll 1
-            for (; tile < (last ? block.end[side] : min(block.full_begin[side], block.end[side])); tile++)
-                pf_step(call, block, shared, side, tile, true, lane, q, unit, state);
-            if (last)
-                break;
+            for (; tile < (turn == 0 ? min(block.full_begin[side], block.end[side]) : block.end[side]);
+                 tile++)
+                pf_step(call, block, shared, side, tile, true, lane, unit, state);
 #pragma unroll 1
-            for (; tile < min(block.full_end[side], block.end[side]); tile++)
-                pf_step(call, block, shared, side, tile, false, lane, q, unit, state);
+            for (; turn == 0 && tile < min(block.full_end[side], block.end[side]); tile++)
+                pf_step(call, block, shared, side, tile, false, lane, unit, state);
         }
-#endif
     }
 
     pf_cp_async_commit();
