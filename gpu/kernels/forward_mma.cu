@@ -530,6 +530,11 @@ PF_DEVICE void pf_finish(const pf_call &call, const pf_block &block, const unsig
     }
 }
 
+/* Whether every row sees all of a tile. */
+PF_DEVICE bool pf_is_full(const pf_block &block, int side, int tile) {
+    return tile >= block.full_begin[side] && tile < block.full_end[side];
+}
+
 /* One tile: begins the copies of a later one, and adds what is there. */
 PF_DEVICE void pf_step(const pf_call &call, const pf_block &block, unsigned char *shared, int side, int tile,
                        bool tested, const pf_lane &lane, float unit, pf_warp_state &state) {
@@ -819,15 +824,12 @@ extern "C" __global__ void __launch_bounds__(PF_THREADS, PF_MIN_BLOCKS)
         }
 
         /* A loop of its own, without options, for the tiles that need no test. */
-        int tile = begin;
+        for (int tile = begin; tile < block.end[side];) {
 #pragma unroll 1
-        for (int turn = 0; turn < 2; turn++) {
-#pragma unroll 1
-            for (; tile < (turn == 0 ? min(block.full_begin[side], block.end[side]) : block.end[side]);
-                 tile++)
+            for (; tile < block.end[side] && !pf_is_full(block, side, tile); tile++)
                 pf_step(call, block, shared, side, tile, true, lane, unit, state);
 #pragma unroll 1
-            for (; turn == 0 && tile < min(block.full_end[side], block.end[side]); tile++)
+            for (; tile < block.end[side] && tile < block.full_end[side]; tile++)
                 pf_step(call, block, shared, side, tile, false, lane, unit, state);
         }
     }
