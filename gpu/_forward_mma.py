@@ -44,18 +44,23 @@ def shared_bytes(tiles: Tiles, width: int, width_v: int, *, paged: bool, final: 
     """Return the shared memory of a block: the sum that the enumeration in forward_mma.cu has."""
     arrays = tiles.rows * width * 2 + tiles.stages * tiles.tile * (width + width_v) * 2
     arrays = max(arrays, tiles.rows * width_v * 2)
-    return arrays + 384 + 16 * tiles.rows + (32 * tiles.tile if paged else 0) + (32 * tiles.rows if final else 0)
+    return (
+        arrays + 384 + 16 * tiles.rows + (32 * tiles.tile if paged else 0) + (32 * tiles.rows if final else 0)
+    )
 
 
 def _candidates(width: int, width_v: int, *, wide_terms: bool) -> Iterator[Tiles]:
-    """Yield shapes, best first; the keys of a tile are the same for all, so that results are too."""
+    """Yield shapes, best first: two row tiles a warp halve what is read from shared memory."""
+    if width <= 64 and width_v <= 64 and not wide_terms:
+        yield Tiles(4, 2, 128, 2, 2)
     if width_v <= 128 and width <= 192 and not wide_terms:
         yield Tiles(4, 2, 64, 2, 2)
-        yield Tiles(4, 2, 64, 1, 2)
+        yield Tiles(8, 2, 64, 2, 1)
     yield Tiles(8, 1, 64, 2, 1)
     yield Tiles(8, 1, 64, 1, 1)
     yield Tiles(4, 1, 64, 1, 1)
     yield Tiles(2, 1, 64, 1, 1)
+    yield Tiles(2, 1, 32, 1, 1)
 
 
 #: Shared memory that a block leaves to the system.
@@ -202,30 +207,43 @@ def plan(problem: Problem) -> Plan | None:
     return Plan("forward_mma", "prefill", tuple(steps), *tile_of(problem), *splits, tuple(reasons))
 
 
+#: Most shared memory of a block of the architectures whose shapes differ.
+_ARCHITECTURES = {75: 65536, 80: 166912, 86: 101376, 90: 232448}
+#: Bytes that a kernel of narrow heads may spill, outside its loops, and one of wide heads or many terms.
+_FEW_SPILLS, _MANY_SPILLS = 128, 2048
+
+
 def variants() -> Iterator[Variant]:
-    """Yield every shape of the kernel, each with the options that change its code most."""
+    """Yield the kernel in every shape, and with every option in those that are used most."""
     everything = sum(bit for name, bit in _plan.TERMS.items() if not name.endswith("_mod"))
-    pairs = [(c, c) for c in CLASSES] + [(192, 128), (128, 64), (64, 128), (256, 64)]
-    options: tuple[dict[str, int], ...] = (
-        {},
-        {"spans": 1},
-        {"spans": 1, "paged": 1, "packed": 1},
-        {"spans": 1, "positive_scale": 0},
-        {"spans": 1, "terms": _plan.TERMS["softcap"] | _plan.TERMS["alibi_slopes"]},
-        {"spans": 1, "paged": 1, "packed": 1, "terms": everything},
-    )
-    for capability, bytes_of_block in ((75, 65536), (86, 101376), (80, 166912), (90, 232448)):
-        for width, width_v in pairs:
+    some = _plan.TERMS["softcap"] | _plan.TERMS["alibi_slopes"]
+    for capability, bytes_of_block in _ARCHITECTURES.items():
+        for width, width_v in [(c, c) for c in CLASSES] + [(192, 128), (128, 64), (64, 128), (256, 64)]:
+            options: list[dict[str, int]] = [{"spans": 1}]
+            if capability == 90:
+                options.append({"spans": 1, "paged": 1, "packed": 1, "terms": everything})
+            if width == width_v and width in (64, 128):
+                options += [
+                    {},
+                    {"spans": 1, "paged": 1, "packed": 1},
+                    {"spans": 1, "positive_scale": 0},
+                    {"spans": 1, "terms": some},
+                ]
             for option in options:
                 terms = option.get("terms", 0)
                 tiles = choose_tiles(
-                    width, width_v, capability, bytes_of_block,
+                    width,
+                    width_v,
+                    capability,
+                    bytes_of_block,
                     paged=bool(option.get("paged")),
                     final=bool(terms) or not option.get("positive_scale", 1),
                     wide_terms=terms == everything,
-                )  # fmt: skip
-                if tiles is None:
-                    continue
-                for bfloat16 in (False, True) if capability >= 80 else (False,):
-                    source = _source(tiles, width, width_v, bfloat16=bfloat16, **option)  # type: ignore[arg-type]
-                    yield Variant(source, (capability,), 0 if width_v <= 128 and not terms else 512)
+                )
+                assert tiles is not None
+                source = _source(tiles, width, width_v, bfloat16=capability >= 80, **option)  # type: ignore[arg-type]
+                few = max(width, width_v) <= 128 and not terms
+                yield Variant(source, (capability,), _FEW_SPILLS if few else _MANY_SPILLS)
+    float16 = choose_tiles(128, 128, 90, _ARCHITECTURES[90], paged=False, final=False, wide_terms=False)
+    assert float16 is not None
+    yield Variant(_source(float16, 128, 128, bfloat16=False), (90,), _FEW_SPILLS)

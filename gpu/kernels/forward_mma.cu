@@ -1,9 +1,9 @@
 /* Prefill on the matrix unit: many queries, keys and values of one 16-bit type, softmax in float32.
  *
- * A block has PF_ROWS query rows of one head (or, where PF_PACKED, of the heads that share their keys: rows go
- * query by query, then head of the group) and goes through the keys in tiles of PF_TILE, in ascending order and
- * from borders that are multiples of the tile. Each warp has 16 PF_ROW_TILES rows to itself: their scores, sums
- * and outputs stay in its registers, and nothing but K and V is shared.
+ * A block has PF_ROWS query rows of one head (or, where PF_PACKED, of the heads that share their keys: rows
+ * go query by query, then head of the group) and goes through the keys in tiles of PF_TILE, in ascending
+ * order and from borders that are multiples of the tile. Each warp has 16 PF_ROW_TILES rows to itself: their
+ * scores, sums and outputs stay in its registers, and nothing but K and V is shared.
  *
  * Where there are score terms or the scale is not positive (PF_FINAL), scores are finished in natural units.
  * Otherwise the maximum is that of the bare products, and scale and log2(e) go into the exponent.
@@ -31,7 +31,8 @@ enum {
     PF_V_BYTES = PF_TILE * PF_HEAD_DIM_V * 2,
     PF_V_END = PF_V_AT + PF_STAGES * PF_V_BYTES,
     PF_OUT_BYTES = PF_ROWS * PF_HEAD_DIM_V * 2,
-    /* Behind them: the block, spans of its rows, places of keys and values, what terms need to know of a row. */
+    /* Behind them: the block, spans of its rows, places of keys and values, what terms need to know of a row.
+     */
     PF_BLOCK_AT = PF_V_END > PF_OUT_BYTES ? PF_V_END : PF_OUT_BYTES,
     PF_BLOCK_BYTES = 384,
     PF_SPANS_AT = PF_BLOCK_AT + PF_BLOCK_BYTES,
@@ -81,11 +82,17 @@ PF_DEVICE int64_t pf_head_of(const pf_block &block, int64_t row) {
                      : block.head;
 }
 
-/* Byte of 16-byte piece `piece` of a row of a tile in shared memory. The eight rows that the matrix unit reads
- * at a time lie in different banks. */
+/* Byte of 16-byte piece `piece` of a row of a tile in shared memory. The eight rows that the matrix unit
+ * reads at a time lie in different banks. */
 template <int WIDTH> PF_DEVICE uint32_t pf_swizzled(uint32_t row, uint32_t piece) {
     const uint32_t turn = WIDTH % 64 == 0 ? row % 8 : row / 2 % 4;
     return row * (WIDTH * 2) + ((piece ^ turn) * 16);
+}
+
+/* The same for piece 2 step + piece, from the place of piece 0 or 1: by one exclusive or. */
+template <int WIDTH> PF_DEVICE uint32_t pf_at_step(uint32_t place, int step) {
+    const int span = WIDTH % 64 == 0 ? 128 : 64;
+    return (place ^ (step * 32 % span)) + step * 32 / span * span;
 }
 
 /* How threads share the rows of a tile: LANES of them read a row, REPEAT pieces each. */
@@ -128,6 +135,26 @@ PF_DEVICE void pf_copy_tile(unsigned char *tile, const pf_stream &stream, const 
                             int num_keys) {
     typedef pf_copy<WIDTH> copy;
     const uint32_t row = threadIdx.x / copy::LANES;
+    if (!PF_PAGED && WIDTH == stream.width && first + PF_TILE <= num_keys && PF_TILE % copy::ROWS == 0) {
+        /* No test in a full tile; a piece stays in its column if rows are eights apart. */
+        const char *next =
+            stream.data + (first + (int64_t)row) * stream.stride + threadIdx.x % copy::LANES * 16;
+        const int64_t step = copy::ROWS * stream.stride;
+        unsigned char *to = tile + pf_swizzled<WIDTH>(row, threadIdx.x % copy::LANES);
+#pragma unroll
+        for (int r = 0; r < PF_TILE / copy::ROWS; r++) {
+#pragma unroll
+            for (int i = 0; i < copy::REPEAT; i++)
+                if (copy::ROWS % 8 == 0 && copy::REPEAT == 1)
+                    pf_cp_async16(to + r * copy::ROWS * WIDTH * 2, next, true);
+                else
+                    pf_cp_async16(tile + pf_swizzled<WIDTH>(row + r * copy::ROWS,
+                                                            threadIdx.x % copy::LANES + i * copy::LANES),
+                                  next + i * copy::LANES * 16, true);
+            next += step;
+        }
+        return;
+    }
     const char *from = PF_PAGED ? stream.data : stream.data + (first + (int64_t)row) * stream.stride;
 #pragma unroll
     for (int r = 0; r < (PF_TILE + copy::ROWS - 1) / copy::ROWS; r++) {
@@ -155,12 +182,54 @@ PF_DEVICE void pf_find_places(const pf_call &call, const pf_sequence &s, int64_t
     }
 }
 
+/* Places of a tile are looked up a step before its copy begins, with a barrier between. */
+PF_DEVICE void pf_look_up(const pf_call &call, const pf_block &block, unsigned char *shared, int tile) {
+    if (PF_PAGED)
+        pf_find_places(call, block.s, block.kv_head,
+                       (int64_t *)(shared + PF_PLACES_AT) + tile % 2 * (2 * PF_TILE), tile * PF_TILE);
+}
+
+/* Copies begin for tiles up to the end of a side only. */
+PF_DEVICE void pf_start_keys(const pf_block &block, unsigned char *shared, int tile, int end) {
+    const int64_t *places = (const int64_t *)(shared + PF_PLACES_AT) + tile % 2 * (2 * PF_TILE);
+    if (tile < end)
+        pf_copy_tile<PF_HEAD_DIM>(shared + PF_K_AT + tile % PF_STAGES * PF_K_BYTES, block.keys, places,
+                                  tile * PF_TILE, (int)block.s.mask.num_keys);
+}
+
+PF_DEVICE void pf_start_values(const pf_block &block, unsigned char *shared, int tile, int end) {
+    const int64_t *places = (const int64_t *)(shared + PF_PLACES_AT) + tile % 2 * (2 * PF_TILE);
+    if (tile < end)
+        pf_copy_tile<PF_HEAD_DIM_V>(shared + PF_V_AT + tile % PF_STAGES * PF_V_BYTES, block.values,
+                                    places + PF_TILE, tile * PF_TILE, (int)block.s.mask.num_keys);
+}
+
+/* With one stage, the next keys come as soon as all warps have used those that are there; then the values are
+ * there, too. */
+PF_DEVICE void pf_start_next_keys(const pf_block &block, unsigned char *shared, int tile, int end) {
+    pf_cp_async_wait<0>();
+    __syncthreads();
+    pf_start_keys(block, shared, tile + 1, end);
+    pf_cp_async_commit();
+}
+
 /* Scores of a warp: row g + 8 h of a row tile, columns 8 n + 2 t and the next in [n][2 h] and [n][2 h + 1],
  * for lane 4 g + t. */
 typedef float pf_scores[PF_ROW_TILES][PF_TILE / 8][4];
 
-PF_DEVICE void pf_multiply_keys(pf_scores &score, const unsigned char *q, const unsigned char *k) {
+/* Places of a lane's parts of q, k and v in the matrices of a tile. */
+struct pf_lane {
+    uint32_t q, k, v;
+};
+
+PF_DEVICE pf_lane pf_get_lane() {
     const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    return {pf_swizzled<PF_HEAD_DIM>(warp * PF_WARP_ROWS + lane % 16, lane / 16),
+            pf_swizzled<PF_HEAD_DIM>(lane / 16 * 8 + lane % 8, lane / 8 % 2),
+            pf_swizzled<PF_HEAD_DIM_V>(lane % 16, lane / 16)};
+}
+
+PF_DEVICE void pf_clear(pf_scores &score) {
 #pragma unroll
     for (int m = 0; m < PF_ROW_TILES; m++)
 #pragma unroll
@@ -168,24 +237,48 @@ PF_DEVICE void pf_multiply_keys(pf_scores &score, const unsigned char *q, const 
 #pragma unroll
             for (int e = 0; e < 4; e++)
                 score[m][n][e] = 0;
+}
+
+PF_DEVICE void pf_load_queries(uint32_t (&a)[PF_ROW_TILES][4], const unsigned char *shared,
+                               const pf_lane &lane, int step) {
+#pragma unroll
+    for (int m = 0; m < PF_ROW_TILES; m++)
+        pf_ldmatrix_x4(a[m], shared + pf_at_step<PF_HEAD_DIM>(lane.q, step) + 16 * m * (PF_HEAD_DIM * 2));
+}
+
+PF_DEVICE void pf_load_keys(uint32_t (&r)[4], const unsigned char *k, const pf_lane &lane, int step, int n) {
+    pf_ldmatrix_x4(r, k + pf_at_step<PF_HEAD_DIM>(lane.k, step) + 16 * n * (PF_HEAD_DIM * 2));
+}
+
+PF_DEVICE void pf_load_values(uint32_t (&r)[4], const unsigned char *v, const pf_lane &lane, int step,
+                              int n) {
+    pf_ldmatrix_x4_trans(r, v + pf_at_step<PF_HEAD_DIM_V>(lane.v, n) + 16 * step * (PF_HEAD_DIM_V * 2));
+}
+
+/* d += a b for two neighbouring 8 columns. */
+template <int COUNT>
+PF_DEVICE void pf_multiply(float (&d)[PF_ROW_TILES][COUNT][4], const uint32_t (&a)[PF_ROW_TILES][4],
+                           const uint32_t (&r)[4], int n) {
+    const uint32_t b[2][2] = {{r[0], r[1]}, {r[2], r[3]}};
+#pragma unroll
+    for (int m = 0; m < PF_ROW_TILES; m++) {
+        pf_mma(d[m][2 * n], a[m], b[0]);
+        pf_mma(d[m][2 * n + 1], a[m], b[1]);
+    }
+}
+
+PF_DEVICE void pf_multiply_keys(pf_scores &score, const unsigned char *shared, const unsigned char *k,
+                                const pf_lane &lane) {
+    pf_clear(score);
 #pragma unroll
     for (int step = 0; step < PF_HEAD_DIM / 16; step++) {
         uint32_t a[PF_ROW_TILES][4];
-#pragma unroll
-        for (int m = 0; m < PF_ROW_TILES; m++)
-            pf_ldmatrix_x4(a[m], q + pf_swizzled<PF_HEAD_DIM>(warp * PF_WARP_ROWS + 16 * m + lane % 16,
-                                                              2 * step + lane / 16));
+        pf_load_queries(a, shared, lane, step);
 #pragma unroll
         for (int n = 0; n < PF_TILE / 16; n++) {
             uint32_t r[4];
-            pf_ldmatrix_x4(r, k + pf_swizzled<PF_HEAD_DIM>(16 * n + lane / 16 * 8 + lane % 8,
-                                                           2 * step + lane / 8 % 2));
-            const uint32_t b[2][2] = {{r[0], r[1]}, {r[2], r[3]}};
-#pragma unroll
-            for (int m = 0; m < PF_ROW_TILES; m++) {
-                pf_mma(score[m][2 * n], a[m], b[0]);
-                pf_mma(score[m][2 * n + 1], a[m], b[1]);
-            }
+            pf_load_keys(r, k, lane, step, n);
+            pf_multiply(score, a, r, n);
         }
     }
 }
@@ -289,11 +382,13 @@ PF_DEVICE void pf_finish_row(const pf_call &call, const pf_sequence &s, const pf
 }
 
 /* What a tile needs beside the products: final scores, -inf for what a row does not see. `bottom` becomes the
- * lowest that the maximum of a row can be: -inf if the row sees none of the tile. `first` is the first key. */
+ * lowest that the maximum of a row can be: -inf if the row sees none of the tile. `first` is the first key.
+ */
 PF_DEVICE void pf_finish_scores(const pf_call &call, const pf_sequence &s, const int2 *spans,
-                                const pf_row_terms *terms, int first, pf_scores &score, float (&bottom)[PF_ROW_TILES][2]) {
+                                const pf_row_terms *terms, int first, pf_scores &score,
+                                float (&bottom)[PF_ROW_TILES][2]) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    #pragma unroll
+#pragma unroll
     for (int m = 0; m < PF_ROW_TILES; m++)
 #pragma unroll
         for (int h = 0; h < 2; h++) {
@@ -311,8 +406,8 @@ PF_DEVICE void pf_finish_scores(const pf_call &call, const pf_sequence &s, const
             for (int i = 0; i < PF_TILE / 4; i++)
                 if (hidden >> i & 1)
                     score[m][i / 2][2 * h + i % 2] = -pf_infinity();
-            bottom[m][h] = hidden == (uint32_t)(((uint64_t)1 << PF_TILE / 4) - 1) ? -pf_infinity()
-                                                                                  : pf_lowest<float>();
+            bottom[m][h] =
+                hidden == (uint32_t)(((uint64_t)1 << PF_TILE / 4) - 1) ? -pf_infinity() : pf_lowest<float>();
         }
 }
 
@@ -334,75 +429,152 @@ struct pf_warp_state {
     float l[PF_ROW_TILES][2]; /* this lane's part */
 };
 
-/* Adds a tile whose scores are there: weights, their sums, and products with the values. `unit` is what turns
- * differences of scores into exponents of 2. */
-PF_DEVICE void pf_add_tile(pf_warp_state &state, pf_scores &score, const float (&bottom)[PF_ROW_TILES][2],
-                           float unit, const unsigned char *v) {
-    const uint32_t lane = threadIdx.x % 32;
-    float base[PF_ROW_TILES][2], alpha[PF_ROW_TILES][2], sum[PF_ROW_TILES][2];
-    bool moved = false;
+/* Weights, as the matrix unit takes them, and what they are relative to. */
+struct pf_weights {
+    uint32_t a[PF_ROW_TILES][4]; /* of 16 keys */
+    float top[PF_ROW_TILES][2], base[PF_ROW_TILES][2], alpha[PF_ROW_TILES][2], sum[PF_ROW_TILES][2];
+    bool moved;
+};
+
+/* Maxima of the rows; `top` holds the lowest that they can be. `unit` is what turns differences of scores
+ * into exponents of 2. */
+PF_DEVICE void pf_find_tops(pf_warp_state &state, const pf_scores &score, float unit, pf_weights &w) {
+    w.moved = false;
 #pragma unroll
     for (int m = 0; m < PF_ROW_TILES; m++)
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            float top = bottom[m][h];
+            float top = w.top[m][h];
 #pragma unroll
             for (int n = 0; n < PF_TILE / 8; n++)
                 top = pf_max_of(top, pf_max_of(score[m][n][2 * h], score[m][n][2 * h + 1]));
             const float before = state.m[m][h];
             top = pf_max_of(before, pf_quad_max(top));
             state.m[m][h] = top;
-            alpha[m][h] = pf_exp2((pf_floored(before) - pf_floored(top)) * unit);
-            moved |= before != top;
+            w.alpha[m][h] = pf_exp2((pf_floored(before) - pf_floored(top)) * unit);
+            w.moved |= before != top;
             /* Before a row has seen a key its weights are e^-inf, whatever the base. */
-            base[m][h] = PF_FINAL ? pf_floored(top) : top == -pf_infinity() ? 0 : top * unit;
-            sum[m][h] = 0;
-            state.l[m][h] *= alpha[m][h];
+            w.base[m][h] = PF_FINAL ? pf_floored(top) : top == -pf_infinity() ? 0 : top * unit;
+            w.sum[m][h] = 0;
+            state.l[m][h] *= w.alpha[m][h];
         }
-    if (__any_sync(PF_WARP_ALL, moved)) { /* or else all factors are 1 */
+}
+
+/* Weights of 16 keys and 16 rows. */
+PF_DEVICE void pf_find_weights(const pf_scores &score, float unit, int step, int m, pf_weights &w) {
+    float p[2][4];
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            const float x = score[m][2 * step + half][e], base = w.base[m][e / 2];
+            p[half][e] = pf_exp2(PF_FINAL ? (x - base) * unit : fmaf(x, unit, -base));
+        }
+        w.a[m][2 * half] = pf_pack(p[half][0], p[half][1]);
+        w.a[m][2 * half + 1] = pf_pack(p[half][2], p[half][3]);
+    }
+#pragma unroll
+    for (int h = 0; h < 2; h++)
+        w.sum[m][h] += (p[0][2 * h] + p[0][2 * h + 1]) + (p[1][2 * h] + p[1][2 * h + 1]);
+}
+
+/* Makes sums relative to the new maxima, unless all factors are 1. */
+PF_DEVICE void pf_rescale(pf_warp_state &state, const pf_weights &w) {
+    if (__any_sync(PF_WARP_ALL, w.moved)) {
 #pragma unroll
         for (int m = 0; m < PF_ROW_TILES; m++)
 #pragma unroll
             for (int n = 0; n < PF_HEAD_DIM_V / 8; n++)
 #pragma unroll
                 for (int e = 0; e < 4; e++)
-                    state.o[m][n][e] *= alpha[m][e / 2];
+                    state.o[m][n][e] *= w.alpha[m][e / 2];
     }
-#pragma unroll
-    for (int step = 0; step < PF_TILE / 16; step++) {
-        uint32_t a[PF_ROW_TILES][4];
-#pragma unroll
-        for (int m = 0; m < PF_ROW_TILES; m++)
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
-                float p[4];
-#pragma unroll
-                for (int e = 0; e < 4; e++) {
-                    const float x = score[m][2 * step + half][e];
-                    p[e] = pf_exp2(PF_FINAL ? (x - base[m][e / 2]) * unit : fmaf(x, unit, -base[m][e / 2]));
-                    sum[m][e / 2] += p[e];
-                }
-                a[m][2 * half] = pf_pack(p[0], p[1]);
-                a[m][2 * half + 1] = pf_pack(p[2], p[3]);
-            }
-#pragma unroll
-        for (int n = 0; n < PF_HEAD_DIM_V / 16; n++) {
-            uint32_t r[4];
-            pf_ldmatrix_x4_trans(
-                r, v + pf_swizzled<PF_HEAD_DIM_V>(16 * step + lane % 16, 2 * n + lane / 16));
-            const uint32_t b[2][2] = {{r[0], r[1]}, {r[2], r[3]}};
-#pragma unroll
-            for (int m = 0; m < PF_ROW_TILES; m++) {
-                pf_mma(state.o[m][2 * n], a[m], b[0]);
-                pf_mma(state.o[m][2 * n + 1], a[m], b[1]);
-            }
-        }
-    }
+}
+
+PF_DEVICE void pf_add_sums(pf_warp_state &state, const pf_weights &w) {
 #pragma unroll
     for (int m = 0; m < PF_ROW_TILES; m++)
 #pragma unroll
         for (int h = 0; h < 2; h++)
-            state.l[m][h] += sum[m][h];
+            state.l[m][h] += w.sum[m][h];
+}
+
+/* Adds a tile whose scores are there; weights are found as the products come to them. */
+PF_DEVICE void pf_add_values(pf_warp_state &state, const pf_scores &score, float unit, pf_weights &w,
+                             const unsigned char *v, const pf_lane &lane) {
+#pragma unroll
+    for (int step = 0; step < PF_TILE / 16; step++) {
+#pragma unroll
+        for (int m = 0; m < PF_ROW_TILES; m++)
+            pf_find_weights(score, unit, step, m, w);
+#pragma unroll
+        for (int n = 0; n < PF_HEAD_DIM_V / 16; n++) {
+            uint32_t r[4];
+            pf_load_values(r, v, lane, step, n);
+            pf_multiply(state.o, w.a, r, n);
+        }
+    }
+    pf_add_sums(state, w);
+}
+
+/* What a tile needs beside the products. */
+PF_DEVICE void pf_finish(const pf_call &call, const pf_block &block, const unsigned char *shared, int side,
+                         bool tested, int first, pf_scores &score, pf_weights &w) {
+    if (PF_FINAL || tested) {
+        pf_finish_scores(call, block.s, (const int2 *)(shared + PF_SPANS_AT) + side * PF_ROWS,
+                         (const pf_row_terms *)(shared + PF_QUERIES_AT), first, score, w.top);
+    } else {
+#pragma unroll
+        for (int m = 0; m < PF_ROW_TILES; m++)
+            w.top[m][0] = w.top[m][1] = pf_lowest<float>();
+    }
+}
+
+/* Whether every row sees all of a tile. */
+PF_DEVICE bool pf_is_full(const pf_block &block, int side, int tile) {
+    return tile >= block.full_begin[side] && tile < block.full_end[side];
+}
+
+/* One tile: begins the copies of a later one, and adds what is there. */
+PF_DEVICE void pf_step(const pf_call &call, const pf_block &block, unsigned char *shared, int side, int tile,
+                       bool tested, const pf_lane &lane, float unit, pf_warp_state &state) {
+    const int end = block.end[side];
+    pf_cp_async_wait<(PF_STAGES > 2 ? PF_STAGES - 2 : 0)>();
+    __syncthreads();
+    if (PF_STAGES == 1) {
+        pf_start_values(block, shared, tile, end);
+        pf_cp_async_commit();
+        pf_look_up(call, block, shared, tile + 1);
+    } else {
+        pf_start_keys(block, shared, tile + PF_STAGES - 1, end);
+        pf_start_values(block, shared, tile + PF_STAGES - 1, end);
+        pf_cp_async_commit();
+        pf_look_up(call, block, shared, tile + PF_STAGES);
+    }
+    const int warp = threadIdx.x / 32, first = tile * PF_TILE;
+    bool idle = false;
+    if (tested) { /* near a diagonal some warps see nothing of a tile, and others all of it */
+        const int2 *spans = (const int2 *)(shared + PF_SPANS_AT) + side * PF_ROWS;
+        const int2 above = spans[warp * PF_WARP_ROWS], below = spans[(warp + 1) * PF_WARP_ROWS - 1];
+        idle = above.x >= first + PF_TILE || below.y <= first;
+        tested = below.x > first || above.y < first + PF_TILE;
+    }
+    if (idle) {
+        if (PF_STAGES == 1)
+            pf_start_next_keys(block, shared, tile, end);
+        return;
+    }
+    const unsigned char *k = shared + PF_K_AT + tile % PF_STAGES * PF_K_BYTES;
+    const unsigned char *v = shared + PF_V_AT + tile % PF_STAGES * PF_V_BYTES;
+    pf_scores score;
+    pf_multiply_keys(score, shared, k, lane);
+    if (PF_STAGES == 1)
+        pf_start_next_keys(block, shared, tile, end);
+    pf_weights w;
+    pf_finish(call, block, shared, side, tested, first, score, w);
+    pf_find_tops(state, score, unit, w);
+    pf_rescale(state, w);
+    pf_add_values(state, score, unit, w, v, lane);
 }
 
 /* Rows of a warp once more, with care; the rare case, kept out of the kernel's registers. */
@@ -595,8 +767,8 @@ extern "C" __global__ void __launch_bounds__(PF_THREADS, PF_MIN_BLOCKS)
         typedef pf_copy<PF_HEAD_DIM> copy;
         for (int row = threadIdx.x / copy::LANES; row < PF_ROWS; row += copy::ROWS) {
             const int64_t i = pf_row_of(block, row);
-            const char *q = pf_place(
-                call.q, pf_query_offset(call.q, s, pf_head_of(block, i), pf_query_of(block, i)));
+            const char *q =
+                pf_place(call.q, pf_query_offset(call.q, s, pf_head_of(block, i), pf_query_of(block, i)));
             pf_copy_row<PF_HEAD_DIM>(shared, row, q, true, (int)call.head_dim);
         }
     }
@@ -623,98 +795,42 @@ extern "C" __global__ void __launch_bounds__(PF_THREADS, PF_MIN_BLOCKS)
                 state.o[m][n][2 * h] = state.o[m][n][2 * h + 1] = 0;
         }
 
-    int64_t *places = (int64_t *)(shared + PF_PLACES_AT);
     const float unit = PF_FINAL ? (float)PF_LOG2_E : (float)(call.scale * PF_LOG2_E);
-    const pf_row_terms *terms = (const pf_row_terms *)(shared + PF_QUERIES_AT);
-    /* Copies begin for tiles up to the end of a side only. */
-    int end = 0;
-    const auto look_up = [&](int tile) {
-        if (PF_PAGED)
-            pf_find_places(call, s, block.kv_head, places + tile % 2 * (2 * PF_TILE), tile * PF_TILE);
-    };
-    const auto copy_keys = [&](int tile) {
-        if (tile < end)
-            pf_copy_tile<PF_HEAD_DIM>(shared + PF_K_AT + tile % PF_STAGES * PF_K_BYTES, block.keys,
-                                      places + tile % 2 * (2 * PF_TILE), tile * PF_TILE,
- (int)s.mask.num_keys);
-    };
-    const auto copy_values = [&](int tile) {
-        if (tile < end)
-            pf_copy_tile<PF_HEAD_DIM_V>(shared + PF_V_AT + tile % PF_STAGES * PF_V_BYTES, block.values,
-                                        places + tile % 2 * (2 * PF_TILE) + PF_TILE, tile * PF_TILE,
- (int)s.mask.num_keys);
-    };
-
+    const pf_lane lane = pf_get_lane();
     for (int side = PF_SPANS && s.mask.sink_tokens > 0 ? PF_SINK_KEYS : PF_WINDOW_KEYS; side < PF_NUM_SIDES;
          side++) {
         __syncthreads(); /* what the block holds is there; tiles of the other side have been read */
         const int begin = block.begin[side];
-        end = block.end[side];
+        const int end = block.end[side];
         if (begin >= end)
             continue;
-        const int2 *spans = (const int2 *)(shared + PF_SPANS_AT) + side * PF_ROWS;
-        /* Places of a tile are looked up a step before its copy begins, with a barrier between. */
         if (PF_STAGES == 1) {
-            look_up(begin);
+            pf_look_up(call, block, shared, begin);
             if (PF_PAGED)
                 __syncthreads();
-            copy_keys(begin);
+            pf_start_keys(block, shared, begin, end);
             pf_cp_async_commit();
         } else {
 #pragma unroll 1
             for (int tile = begin; tile < begin + PF_STAGES - 1; tile++) {
-                look_up(tile);
+                pf_look_up(call, block, shared, tile);
                 if (PF_PAGED)
                     __syncthreads();
-                copy_keys(tile);
-                copy_values(tile);
+                pf_start_keys(block, shared, tile, end);
+                pf_start_values(block, shared, tile, end);
                 pf_cp_async_commit();
             }
-            look_up(begin + PF_STAGES - 1);
+            pf_look_up(call, block, shared, begin + PF_STAGES - 1);
         }
 
+        /* A loop of its own, without options, for the tiles that need no test. */
+        for (int tile = begin; tile < block.end[side];) {
 #pragma unroll 1
-        for (int tile = begin; tile < end; tile++) {
-            pf_cp_async_wait<(PF_STAGES > 2 ? PF_STAGES - 2 : 0)>();
-            __syncthreads();
-            if (PF_STAGES == 1) {
-                copy_values(tile);
-                pf_cp_async_commit();
-                look_up(tile + 1);
-            } else {
-                copy_keys(tile + PF_STAGES - 1);
-                copy_values(tile + PF_STAGES - 1);
-                pf_cp_async_commit();
-                look_up(tile + PF_STAGES);
-            }
-            /* Near a diagonal some warps see nothing of a tile, and others all of it. */
-            const int first = tile * PF_TILE;
-            bool idle = false, masked = tile < block.full_begin[side] || tile >= block.full_end[side];
-            if (masked) {
-                const int2 above = spans[warp * PF_WARP_ROWS], below = spans[(warp + 1) * PF_WARP_ROWS - 1];
-                idle = above.x >= first + PF_TILE || below.y <= first;
-                masked = below.x > first || above.y < first + PF_TILE;
-            }
-            pf_scores score;
-            if (!idle)
-                pf_multiply_keys(score, shared, shared + PF_K_AT + tile % PF_STAGES * PF_K_BYTES);
-            if (PF_STAGES == 1) {
-                pf_cp_async_wait<0>();
-                __syncthreads();
-                copy_keys(tile + 1);
-                pf_cp_async_commit();
-            }
-            if (idle)
-                continue;
-            float bottom[PF_ROW_TILES][2];
-            if (PF_FINAL || masked) {
-                pf_finish_scores(call, s, spans, terms, first, score, bottom);
-            } else {
-#pragma unroll
-                for (int m = 0; m < PF_ROW_TILES; m++)
-                    bottom[m][0] = bottom[m][1] = pf_lowest<float>();
-            }
-            pf_add_tile(state, score, bottom, unit, shared + PF_V_AT + tile % PF_STAGES * PF_V_BYTES);
+            for (; tile < block.end[side] && !pf_is_full(block, side, tile); tile++)
+                pf_step(call, block, shared, side, tile, true, lane, unit, state);
+#pragma unroll 1
+            for (; tile < block.end[side] && tile < block.full_end[side]; tile++)
+                pf_step(call, block, shared, side, tile, false, lane, unit, state);
         }
     }
 
