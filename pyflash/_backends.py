@@ -89,7 +89,7 @@ def available_backends() -> dict[str, str | None]:
     Returns
     -------
     dict of str to (str or None)
-        For example ``{"numpy": None, "c": None, "cuda": "pyflash 0.1.0 has no CUDA kernels yet"}``.
+        For example ``{"numpy": None, "c": None, "cuda": "CUDA finds no GPU: ..."}``.
     """
     return {name: load(name).unavailable() for name in MODULES}
 

@@ -68,7 +68,7 @@ out_dtype : dtype or str, optional
     Type of the result. Default: that of `q`, or of `out`.
 num_splits : int, optional
     Cut the keys of each sequence into so many parts and merge their states (flash-decoding).
-    Default: none in the prefill family, every 512 keys in the decode family.
+    Default: none in the prefill family; in the decode family every 512 keys, on CUDA what keeps the GPU busy.
 num_threads : int, optional
     Threads of the C backend; no more than there are processors, or than 16 if that is more, and
     no more than there is work for. Default: ``PYFLASH_NUM_THREADS``, else what OpenMP would use,
@@ -85,7 +85,8 @@ family : {"prefill", "decode"}, optional
     Force a kernel family. Default: decode for sequences with at most 16 query rows per
     key/value head (``seqlen_q * num_heads / num_kv_heads``).
 max_seqlen_q : int, optional
-    A bound on the queries of a sequence; checked, and of use only where lengths lie on a device.
+    A bound on the queries of a sequence; checked where lengths are known, of use where they lie on a
+    device: a sequence with more is NaN.
 batch_invariant : bool, default False
     CUDA only: bits of a row that do not depend on other rows, on other sequences or on pages.
 q_scale : float or ndarray, optional

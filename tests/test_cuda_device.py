@@ -441,7 +441,7 @@ pyflash.flash_attention(q, q, q, backend="cuda")
 def test_a_child_of_a_fork_says_why_it_cannot():
     variables = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(FORKED)],
+        [sys.executable, "-c", FORKED],
         env=variables,
         capture_output=True,
         text=True,

@@ -9,16 +9,20 @@ import re
 from pathlib import Path
 
 import pytest
+from conftest import CUDA_IS_EMULATED
 
 import pyflash
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+#: Blocks of code that say "python" or, where they need a GPU, "python cuda".
 EXAMPLES = [
-    pytest.param(block, id=f"{page.name}-{number}")
+    pytest.param(block, bool(cuda), id=f"{page.name}-{number}")
     for page in PAGES
-    for number, block in enumerate(
-        re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    for number, (cuda, block) in enumerate(
+        re.findall(
+            r"^```python( cuda)?\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
+        )
     )
 ]
 # Modules with a main program or with extras run nothing when they are looked through.
@@ -29,9 +33,25 @@ MODULES = [
 ]
 
 
-@pytest.mark.parametrize("block", EXAMPLES)
-def test_examples_run(block):
-    exec(compile(block, "example", "exec"), {})
+@pytest.mark.parametrize(("block", "needs_gpu"), EXAMPLES)
+def test_examples_run(block, needs_gpu):
+    example = compile(block, "example", "exec")
+    if needs_gpu:
+        reason = "the GPU is emulated" if CUDA_IS_EMULATED else pyflash.available_backends()["cuda"]
+        if reason is not None:
+            pytest.skip(reason)
+        for library in re.findall(r"^import (cupy|torch)\b", block, re.MULTILINE):
+            pytest.importorskip(library)
+    exec(example, {})
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_python_block_is_an_example(page):
+    """A block of a language that is written otherwise would never run."""
+    languages = re.findall(
+        r"^```([^\n]*)\n.*?^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
+    )
+    assert set(languages) <= {"", "python", "python cuda"}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

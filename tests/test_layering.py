@@ -1,6 +1,6 @@
 """Which file may use what: the layers of docs/architecture.md, read from the sources themselves.
 
-Python by its syntax trees, C by its ``#include`` lines and by the names it mentions.
+Python by its syntax trees, C and CUDA by their ``#include`` lines and by the names they mention.
 """
 
 from __future__ import annotations
@@ -42,8 +42,12 @@ ABOVE = {
     "generate",
     *COMMANDS,
 }
-#: Modules that only these units may import, at any time.
-OWNED_BY = {"pyflash._pyflash_c": {"_c"}, "cffi": {"_c", "_runtime"}, "cupy": {"gpu"}}
+#: Modules that only these units, or single modules, may import, at any time.
+OWNED_BY = {
+    "pyflash._pyflash_c": {"_c"},
+    "cffi": {"_c", "_runtime"},
+    "cupy": {"_array_kinds", "pyflash.gpu._compile", "pyflash.gpu._device"},
+}
 
 
 def _python_files() -> dict[str, Path]:
@@ -91,6 +95,8 @@ def imports(module: str, *, when_imported: bool = False) -> set[str]:
                 base = ".".join([*parents[: len(parents) - node.level + 1], *filter(None, [node.module])])
             names = {f"{base}.{alias.name}" for alias in node.names}
             found |= {name if name in PYTHON_FILES else base for name in names}
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "importlib.import_module":
+            found |= {arg.value for arg in node.args[:1] if isinstance(arg, ast.Constant)}
     return found
 
 
@@ -105,7 +111,7 @@ def test_python_layers(module):
 @pytest.mark.parametrize("module", PYTHON_FILES)
 def test_owned_modules(module):
     for owned, owners in OWNED_BY.items():
-        if unit(module) not in owners:
+        if not {module, unit(module)} & owners:
             assert not {name for name in imports(module) if f"{name}.".startswith(f"{owned}.")}
 
 
@@ -214,6 +220,67 @@ def test_driver_names_no_kernel():
     assert isas
     for path in (C_SRC / "driver").iterdir():
         assert not re.search(rf"\bpf_\w*_({'|'.join(isas)})\b", code(path)), path
+
+
+# --- CUDA: the files of gpu/kernels, which may use each other and c_src/shared ---
+
+KERNELS = ROOT / "gpu" / "kernels"
+CUDA_FILES = sorted(path.name for path in KERNELS.iterdir())
+#: Regular expression -> the files that may match it, comments left out.
+CUDA_ONLY_IN = {
+    # Every function with PTX has a twin in the emulator, and architectures differ in nothing else.
+    r"\basm\b|\b__CUDA_ARCH__\b": ["ptx.cuh"],
+    # Which keys a row may see is said by c_src/shared/span.h, from what sequence.cuh hands it.
+    r"\bwindow_(left|right)\b|\.span_(lo|hi)\b": ["call.cuh", "sequence.cuh"],
+    # Blocks that have most to do begin first: an order, no mask.
+    r"\bcausal\b": ["call.cuh", "sequence.cuh", "forward_fma.cu"],
+    r"\b(malloc|free|printf|assert|__trap)\s*\(|\bnew\b": [],
+}
+
+
+def test_cuda_files_are_sources_and_headers():
+    assert CUDA_FILES and {Path(file).suffix for file in CUDA_FILES} == {".cu", ".cuh"}
+
+
+@pytest.mark.parametrize("file", CUDA_FILES)
+def test_cuda_includes(file):
+    """NVRTC gets one text without headers of its own: what is included lies here or is shared with C."""
+    for line in re.findall(r"^\s*#\s*include\b.*", code(KERNELS / file), re.MULTILINE):
+        found = re.fullmatch(r'\s*#\s*include\s+"(?:(shared/\w+\.(?:h|def))|(\w+\.cuh))"\s*', line)
+        assert found, f"{file}: {line.strip()}"
+        target = C_SRC / found[1] if found[1] else KERNELS / found[2]
+        assert target.exists(), f"{file} includes {target.name}, which is not there"
+
+
+@pytest.mark.parametrize("file", CUDA_FILES)
+def test_cuda_names(file):
+    text = code(KERNELS / file)
+    for pattern, places in CUDA_ONLY_IN.items():
+        if file not in places:
+            found = re.search(pattern, text)
+            assert not found, f"{file} uses {found[0]!r}, which belongs to {places or 'no file here'}"
+
+
+def sources_named_by_plans() -> set[tuple[str, str | None]]:
+    """Return the files, and the functions where they are constants, of all ``Source(...)`` in gpu."""
+    found = set()
+    for path in (ROOT / "gpu").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] == "Source":
+                file, function = (
+                    arg.value if isinstance(arg, ast.Constant) else None for arg in node.args[:2]
+                )
+                found.add((file, function))
+    return found
+
+
+def test_every_kernel_is_planned():
+    """A source that no plan names is dead, and one that does not exist fails at the first call."""
+    named = sources_named_by_plans()
+    assert {file for file, _ in named if file} == {file for file in CUDA_FILES if file.endswith(".cu")}
+    for file, function in named:
+        if file and function:
+            assert re.search(rf"\b{function}\(", code(KERNELS / file)), f"{file} has no kernel {function}"
 
 
 # --- every file ---

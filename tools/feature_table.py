@@ -228,7 +228,7 @@ FEATURES = (
         ("test_user_functions.py::test_functions", "test_user_functions.py::test_packed_and_paged"),
         "no no yes part no yes no no no no",
         "FA4: score_mod not on compute capability 8. FI: variants in CUDA, compiled at run time. pyflash: "
-        "NumPy functions or C pointers.",
+        "NumPy functions, C pointers, on a GPU C++ expressions.",
     ),
     Feature(
         "log-sum-exp returned",
@@ -406,7 +406,7 @@ FEATURES = (
         "? ? part part part ? ? no ? ?",
         "FA4: seqlen_k_per_split. FI: fixed_split_size. SDPA: varlen_attn with num_splits=1, across batches. "
         "ggml: on a CPU one query's keys are cut by the number of threads. pyflash: with default splits "
-        "and tiles.",
+        "and tiles, on a GPU with batch_invariant.",
     ),
     Feature(
         "runs on a CPU",
@@ -421,10 +421,22 @@ FEATURES = (
         "needs no framework",
         ("test_layering.py::test_import_needs_only_numpy",),
         "no no no no no no part part no no",
-        "pyflash: NumPy, and cffi for C. ORT: arrays of NumPy, but a model around the operator. ggml: a C "
-        "library, with tensors of its own.",
+        "pyflash: NumPy, and cffi for C, CuPy for a GPU. ORT: arrays of NumPy, but a model around the "
+        "operator. ggml: a C library, with tensors of its own.",
     ),
-    Feature("runs on a GPU", (), "yes yes yes yes yes yes yes yes yes yes"),
+    Feature(
+        "runs on a GPU",
+        (
+            "test_cuda_device.py::test_arrays_of_cupy",
+            "test_cuda_device.py::test_arrays_of_torch",
+            "test_cuda_device.py::test_c_and_cuda_agree",
+            "test_cuda_device.py::test_a_graph_follows_contents_and_lengths",
+            "test_cuda_sources.py::test_kernel_compiles",
+        ),
+        "yes yes yes yes yes yes yes yes yes yes",
+        "pyflash: CUDA, compute capability 7.5 or newer. The shared suite runs there as backend cuda; where "
+        "there is no GPU, the kernels are compiled and emulated (make test-cuda).",
+    ),
     Feature(
         "gradients",
         (),
