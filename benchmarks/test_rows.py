@@ -1,4 +1,4 @@
-"""Every workload on every library, one benchmark each: ``make bench ARGS="-k decode"``.
+"""Every workload on every library, one benchmark each: ``make bench ARGS="-k decode"``; on a GPU as well.
 
 Libraries have to be timed in turn, which pytest-benchmark cannot do across tests. So the first test of a
 group lets driver.py measure the whole group, and each hands pytest-benchmark its times by a clock of ours.
@@ -6,9 +6,10 @@ group lets driver.py measure the whole group, and each hands pytest-benchmark it
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain
 
+import bench_gpu
 import pytest
 from bench import fraction, libraries
 from driver import Row, Session, default_path, save
@@ -50,6 +51,14 @@ class Measured:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if metafunc.function is test_gpu_row:
+        pairs = [(name, library) for name in bench_gpu.WORKLOADS for library in bench_gpu.LIBRARIES]
+        if reason := bench_gpu.missing():  # one skip for all
+            pairs = [pytest.param("none", "none", marks=pytest.mark.skip(reason=reason), id="gpu")]
+            metafunc.parametrize(("workload", "library"), pairs)
+        else:
+            metafunc.parametrize(("workload", "library"), pairs, ids=["-".join(pair) for pair in pairs])
+        return
     found = libraries(metafunc.config.option)
     pairs = [
         (w.name, library.name)
@@ -60,10 +69,16 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize(("workload", "library"), pairs, ids=["-".join(pair) for pair in pairs])
 
 
+def _selected(request: pytest.FixtureRequest, test: str) -> set[tuple[str, str]]:
+    """The workloads and libraries of the tests that were picked."""
+    items = [item for item in request.session.items if item.originalname == test]
+    return {(item.callspec.params["workload"], item.callspec.params["library"]) for item in items}
+
+
 @pytest.fixture(scope="session")
 def measured(request: pytest.FixtureRequest) -> Iterator[Measured]:
     options = request.config.option
-    selected = {(i.callspec.params["workload"], i.callspec.params["library"]) for i in request.session.items}
+    selected = _selected(request, "test_row")
     wanted = {library for _, library in selected}
     run = Session(
         [library for library in libraries(options) if library.name in wanted],
@@ -96,3 +111,34 @@ def test_row(request: pytest.FixtureRequest, measured: Measured, workload: str, 
     times = measured.times[workload, library]
     left = iter(times)
     benchmark.pedantic(lambda: CLOCK.advance(next(left)), rounds=len(times))
+
+
+@pytest.fixture(scope="session")
+def rows_on_gpu(request: pytest.FixtureRequest) -> Iterator[Callable[[str], dict[str, Row]]]:
+    """The rows of a workload by library, measured together when the first of them is asked for."""
+    options, selected = request.config.option, _selected(request, "test_gpu_row")
+    bench = bench_gpu.Bench(options.seconds, options.turn)
+    results: dict[str, dict[str, Row]] = {}
+
+    def rows(workload: str) -> dict[str, Row]:
+        if workload not in results:
+            wanted = tuple(name for name in bench_gpu.LIBRARIES if (workload, name) in selected)
+            results[workload] = bench.rows(bench_gpu.WORKLOADS[workload], wanted)
+        return results[workload]
+
+    yield rows
+    bench.limits.append(bench.measure_limits())
+    bench_gpu.save(bench_gpu.DEFAULT_RESULTS, bench.header(options.commit), bench.limits, results)
+
+
+@pytest.mark.benchmark(timer=CLOCK)
+def test_gpu_row(request: pytest.FixtureRequest, workload: str, library: str) -> None:
+    row = request.getfixturevalue("rows_on_gpu")(workload)[library]
+    if "unsupported" in row:
+        pytest.skip(row["unsupported"])
+    assert "median" in row, row.get("failed") or f"the answer is wrong: {row}"
+    benchmark = request.getfixturevalue("benchmark")
+    benchmark.group = workload
+    benchmark.extra_info.update({name: x for name, x in row.items() if name != "times"})
+    left = iter(row["times"])
+    benchmark.pedantic(lambda: CLOCK.advance(next(left)), rounds=len(row["times"]))

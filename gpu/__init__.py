@@ -6,6 +6,8 @@ Relative imports only: ``import gpu`` in the repository would make a second copy
 from __future__ import annotations
 
 from .._description import Backend
-from ._backend import CudaBackend
+from ._backend import CudaBackend, report
+
+__all__ = ["BACKEND", "report"]
 
 BACKEND: Backend = CudaBackend()

@@ -181,6 +181,13 @@ class CudaBackend:
         )
 
 
+def report() -> list[tuple[str, str]]:
+    """Return what `pyflash.show_runtime` says of the GPUs, as labels and values."""
+    folder = _compile.cache_folder()
+    kept = f"kept in {folder}" if folder else "not kept: PYFLASH_CACHE_DIR is empty"
+    return [*_device.platform.report(), ("compiled kernels", kept)]
+
+
 def _tiles(args: AttentionArgs, plan: _plan.Plan) -> tuple[int, int, tuple[str, ...]]:
     """Return the key tiles of all work items and those that some row of the item sees, and what to add."""
     if any(map(_places.any_on_device, args._replace(q=None, k=None, v=None, out=None, lse=None))):  # type: ignore[arg-type]

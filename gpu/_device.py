@@ -11,6 +11,7 @@ import os
 import sys
 from typing import Any, Protocol
 
+from .._array_kinds import cupy_stream
 from .._description import Array
 
 #: CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES and CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT.
@@ -81,6 +82,9 @@ class Platform(Protocol):
     def current_device(self) -> int:
         """Return the number of the GPU that CuPy uses now."""
 
+    def report(self) -> list[tuple[str, str]]:
+        """Return labels and values that say which GPUs and which versions of what drives them there are."""
+
 
 class _CupyKernel:
     """A loaded function, with what keeps its module loaded."""
@@ -113,16 +117,6 @@ class _On:
             self._runtime.setDevice(self._before)
 
 
-class _ForeignStream:
-    """A stream by its address, in the protocol by which libraries share streams."""
-
-    def __init__(self, address: int) -> None:
-        self._address = address
-
-    def __cuda_stream__(self) -> tuple[int, int]:
-        return 0, self._address
-
-
 class _CupyDevice:
     def __init__(self, index: int) -> None:
         import cupy
@@ -134,8 +128,8 @@ class _CupyDevice:
             self._runtime.free(0)  # makes the device's context
             properties = self._runtime.getDeviceProperties(index)
         self.name = properties["name"].decode()
-        self.capability = 10 * properties["major"] + properties["minor"]
-        self.architecture = f"sm_{self.capability}" + ("a" if self.capability == 90 else "")
+        self.capability = _capability(properties)
+        self.architecture = _architecture(self.capability)
         self.num_sms = properties["multiProcessorCount"]
         self.shared_bytes = properties["sharedMemPerBlockOptin"]
 
@@ -143,10 +137,7 @@ class _CupyDevice:
         return _On(self._runtime, self.index)
 
     def _stream(self, address: int) -> Any:
-        streams = self._cupy.cuda
-        if hasattr(streams.Stream, "from_external"):
-            return streams.Stream.from_external(_ForeignStream(address)) if address else streams.Stream.null
-        return streams.ExternalStream(address, self.index)  # before CuPy 14
+        return cupy_stream(self._cupy, address, self.index)
 
     def compile(self, source: str, name: str, options: tuple[str, ...]) -> _CupyKernel:
         from . import _compile
@@ -251,6 +242,33 @@ class _CupyPlatform:
         import cupy
 
         return int(cupy.cuda.runtime.getDevice())
+
+    def report(self) -> list[tuple[str, str]]:
+        """Return what is known without starting any GPU."""
+        import cupy
+
+        runtime, lines = cupy.cuda.runtime, []
+        for index in range(runtime.getDeviceCount()):
+            properties = runtime.getDeviceProperties(index)
+            name, architecture = properties["name"].decode(), _architecture(_capability(properties))
+            sms, memory = properties["multiProcessorCount"], properties["totalGlobalMem"] / 2**30
+            lines.append((f"GPU {index}", f"{name}, {architecture}, {sms} SMs, {memory:.1f} GiB"))
+        driver = runtime.driverGetVersion()
+        nvrtc = ".".join(map(str, cupy.cuda.nvrtc.getVersion()))
+        return [
+            *lines,
+            ("CuPy", cupy.__version__),
+            ("NVRTC", nvrtc),
+            ("driver", f"for CUDA {driver // 1000}.{driver % 1000 // 10}"),
+        ]
+
+
+def _capability(properties: Any) -> int:
+    return int(10 * properties["major"] + properties["minor"])
+
+
+def _architecture(capability: int) -> str:
+    return f"sm_{capability}" + ("a" if capability == 90 else "")
 
 
 @functools.cache

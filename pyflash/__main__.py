@@ -55,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     demo = commands.add_parser("demo", help="show in the terminal what FlashAttention does")
     demo.set_defaults(command=_demo)
 
-    info = commands.add_parser("info", help="show versions, CPU, instruction sets, threads, backends")
+    info = commands.add_parser("info", help="show versions, CPU, instruction sets, threads, GPUs, backends")
     info.set_defaults(command=_info)
 
     generate = commands.add_parser(
@@ -66,7 +66,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     generate.add_argument("prompts", nargs="+", metavar="PROMPT")
     generate.add_argument("--max-tokens", type=int, default=256, metavar="N", help="longest answer (256)")
-    generate.add_argument("--backend", metavar="NAME", help="backend of the attention, e.g. c or numpy")
+    generate.add_argument(
+        "--backend",
+        metavar="NAME",
+        help="backend of the attention: c, numpy or cuda. With cuda, keys, values and attention are on the "
+        "GPU; the matrix products of the model stay in NumPy on the CPU",
+    )
     generate.add_argument(
         "--threads",
         type=int,

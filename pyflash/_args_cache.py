@@ -129,7 +129,7 @@ def append(
     if k.ndim == 4:
         k, v = (_arrays.reshaped(x, (num_tokens, *x.shape[2:])) for x in (k, v))
     if fixed and stored[0].name in ("int8", "int4") and where.slots is not None:
-        _check_finite({"k": k, "v": v, **rotation}, where.slots >= 0, stored[0].name)
+        _check_finite({"k": k, "v": v, **rotation}, where.slots, stored[0].name)
     return AppendArgs(
         k=k,
         v=v,
@@ -146,11 +146,14 @@ def append(
     )
 
 
-def _check_finite(rows: dict[str, Array | None], written: Array, dtype: str) -> None:
+def _check_finite(rows: dict[str, Array | None], slots: Array, dtype: str) -> None:
     """Refuse what integers cannot hold, in the rows of tokens that are written.
 
     On a device they are not looked at; what is no number is stored as 0 there.
     """
+    if isinstance(slots, DeviceArray):  # so are the tokens
+        return
+    written = slots >= 0
     for name, x in rows.items():
         if isinstance(x, np.ndarray) and not isinstance(x, DeviceArray) and not np.isfinite(x[written]).all():
             raise invalid(name, "NaN or Inf", f"finite numbers for a cache of {dtype} with a fixed scale")

@@ -164,6 +164,24 @@ def _torch_over(torch: Any, array: DeviceArray) -> Any:
     return tensor
 
 
+class _StreamAddress:
+    """A stream by its address, in the protocol by which libraries share streams."""
+
+    def __init__(self, address: int) -> None:
+        self._address = address
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self._address
+
+
+def cupy_stream(cupy: Any, address: int, device: int) -> Any:
+    """Return CuPy's object for a stream of a device that somebody else has made; 0 is the default stream."""
+    streams = cupy.cuda
+    if not hasattr(streams.Stream, "from_external"):
+        return streams.ExternalStream(address, device)  # before CuPy 14, which warns of it
+    return streams.Stream.from_external(_StreamAddress(address)) if address else streams.Stream.null
+
+
 class Cupy(DeviceKind):
     """CuPy; also whatever has to be made on a device for somebody without a library."""
 
@@ -205,7 +223,7 @@ class Cupy(DeviceKind):
             if array.kind is not self:
                 wait = array.kind.wait_for(array)
                 if wait is not None:
-                    event = cupy.cuda.ExternalStream(wait, array.device).record()
+                    event = cupy_stream(cupy, wait, array.device).record()
                     cupy.cuda.get_current_stream(array.device).wait_event(event)
             whole = cupy.cuda.UnownedMemory(array.address, max(array.nbytes, 1), array, array.device)
             memory = cupy.cuda.MemoryPointer(whole, 0)
@@ -270,7 +288,7 @@ class OfInterface(Foreign):
     @contextlib.contextmanager
     def on(self, device: int) -> Iterator[None]:
         cupy = self._cupy()
-        with cupy.cuda.Device(device), cupy.cuda.ExternalStream(self._stream or 0, device):
+        with cupy.cuda.Device(device), cupy_stream(cupy, self._stream or 0, device):
             yield
 
     def stream(self, device: int) -> int:

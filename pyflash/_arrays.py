@@ -94,6 +94,12 @@ def give_back(array: Array, kind: Kind | None, like: Any) -> Any:
     return array if kind is None else kind.from_host(array, like)
 
 
+def on_host(x: Any) -> Array:
+    """Return an array of any kind as NumPy's, a copy of one that lies on a device."""
+    array: Array = see("array", x)
+    return array.kind.read(array) if isinstance(array, DeviceArray) else array
+
+
 # --- where arguments lie ---
 
 

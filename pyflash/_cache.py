@@ -225,17 +225,28 @@ class PagedKVCache:
             on a GPU an array there.
         """
         table = table_of([self._pages.find(seq, "seqs").pages for seq in sequence_list(seqs)])
-        placed: Array = self._placed(table)[0]
+        placed: Array = self.placed(table)[0]
         return placed
 
     def seq_lens(self, seqs: Sequences) -> Array:
         """Return the lengths of sequences, ``(batch,)`` int32; of a cache on a GPU an array there."""
         lengths = [self._pages.find(seq, "seqs").length for seq in sequence_list(seqs)]
-        placed: Array = self._placed(np.array(lengths, np.int32))[0]
+        placed: Array = self.placed(np.array(lengths, np.int32))[0]
         return placed
 
-    def _placed(self, *arrays: Array) -> list[Any]:
-        """Return arrays where the pools are; several go to a GPU in one copy."""
+    def placed(self, *arrays: Array) -> list[Any]:
+        """Return NumPy arrays where the pools are: as they are, or copied to the GPU, all in one transfer.
+
+        Parameters
+        ----------
+        *arrays : numpy.ndarray
+            For example queries, which `pyflash.paged_attention` takes only where keys and values are.
+
+        Returns
+        -------
+        list of array
+            In their order.
+        """
         if self._kind is None:
             return list(arrays)
         return self._kind.uploaded(arrays, self._device)

@@ -110,7 +110,7 @@ class DeviceKind(Kind):
         """Return copies of arrays of the host, all in one transfer, as arrays of the library."""
         starts = [0]
         for x in arrays:
-            starts.append(starts[-1] + -(-x.nbytes // 8) * 8)  # aligned for whatever comes next
+            starts.append(starts[-1] + -(-x.nbytes // 16) * 16)  # aligned for whatever reads it
         packed = np.zeros(starts[-1], np.int8)
         for x, start in zip(arrays, starts, strict=False):
             packed[start : start + x.nbytes] = np.ascontiguousarray(x).reshape(-1).view(np.int8)

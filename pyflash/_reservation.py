@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from types import TracebackType
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, NamedTuple, final
 
 import numpy as np
 
@@ -25,6 +25,16 @@ if TYPE_CHECKING:
 Sequences = int | Iterable[int]
 
 
+class StepArrays(NamedTuple):
+    """The arrays of a `Reservation`, which says what they are."""
+
+    block_table: Array
+    seq_lens: Array
+    cu_seqlens: Array
+    positions: Array
+    slots: Array
+
+
 @final
 class Reservation:
     """Room for the new tokens of some sequences; see `PagedKVCache.reserve`.
@@ -35,6 +45,8 @@ class Reservation:
 
     Attributes
     ----------
+    cache : PagedKVCache
+        What grows.
     seqs : list of int
         The sequences, in the order of all rows.
     block_table : numpy.ndarray
@@ -50,8 +62,11 @@ class Reservation:
     max_seqlen_q : int
         New tokens of the sequence that has most: the bound that `pyflash.paged_attention` can be given
         where `cu_seqlens` lie on a GPU.
+    host : StepArrays
+        The same five arrays in host memory, under the same names.
     """
 
+    cache: PagedKVCache
     seqs: list[int]
     block_table: Array
     seq_lens: Array
@@ -59,9 +74,10 @@ class Reservation:
     positions: Array
     slots: Array
     max_seqlen_q: int
+    host: StepArrays
 
     def __init__(self, cache: PagedKVCache, seqs: Sequences, num_tokens: int | Iterable[int]) -> None:
-        self._cache = cache
+        self.cache = cache
         self._request = (seqs, num_tokens)
         self._growths: list[Growth] | None = None
         self._written: list[bool] = []
@@ -71,19 +87,19 @@ class Reservation:
             raise InvalidArgument("reserve: found a reservation that was used before, expected a new one")
         self.seqs = sequence_list(self._request[0])
         num_tokens = self._counts(self._request[1])
-        pages = self._cache._pages
+        pages = self.cache._pages
         lengths = [pages.find(seq, "seqs").length for seq in self.seqs]
         growths = pages.take(self.seqs, num_tokens)
         try:
             for growth, length in zip(growths, lengths, strict=True):
                 if growth.copied:
-                    self._cache._copy_page(*growth.copied, length % pages.page_size)
+                    self.cache._copy_page(*growth.copied, length % pages.page_size)
             self._describe(growths, lengths, num_tokens)
         except BaseException:
             pages.cancel(growths)
             raise
         self._growths = growths
-        self._written = [False] * self._cache.num_layers
+        self._written = [False] * self.cache.num_layers
         return self
 
     def __exit__(
@@ -94,9 +110,9 @@ class Reservation:
             return
         missing = [layer for layer, written in enumerate(self._written) if not written]
         if kind is None and not missing:
-            self._cache._pages.commit(growths)
+            self.cache._pages.commit(growths)
             return
-        self._cache._pages.cancel(growths)
+        self.cache._pages.cancel(growths)
         if kind is None:
             raise invalid("reserve", f"no keys for the layers {missing}", "all layers appended in the block")
 
@@ -136,7 +152,7 @@ class Reservation:
             Outside the ``with`` block, a layer that does not exist or was written before, or arrays
             that `pyflash.append_kv` refuses. The layer counts as not written.
         """
-        cache = self._cache
+        cache = self.cache
         if self._growths is None:
             raise InvalidArgument(
                 "append: found no open reservation, expected `with cache.reserve(...) as step`"
@@ -173,7 +189,7 @@ class Reservation:
         return counts
 
     def _describe(self, growths: list[Growth], lengths: list[int], num_tokens: list[int]) -> None:
-        page_size = self._cache.page_size
+        page_size = self.cache.page_size
         block_table = table_of([growth.pages for growth in growths])
         seq_lens = np.array([growth.length for growth in growths], np.int32)
         cu_seqlens = np.zeros(len(growths) + 1, np.int32)
@@ -183,10 +199,10 @@ class Reservation:
         positions = first[row] + np.arange(row.size)
         page = block_table[row, positions // page_size].astype(np.int64)
         slots = page * page_size + positions % page_size
-        arrays = block_table, seq_lens, cu_seqlens, positions, slots
-        for array in arrays:
+        self.host = StepArrays(block_table, seq_lens, cu_seqlens, positions, slots)
+        for array in self.host:
             array.flags.writeable = False
-        placed = self._cache._placed(*arrays)
+        placed = self.cache.placed(*self.host)
         self.block_table, self.seq_lens, self.cu_seqlens, self.positions, self.slots = placed
         self.max_seqlen_q = max(num_tokens, default=0)
 

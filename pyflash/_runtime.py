@@ -66,6 +66,10 @@ def runtime_report() -> list[tuple[str, str]]:
         lines.append((f"backend {name}", reason or "available"))
         if name == "c" and reason is None:
             lines += [("  " + label, value) for label, value in _c_lines()]
+        elif name == "cuda" and reason is None:
+            from . import gpu
+
+            lines += [("  " + label, value) for label, value in gpu.report()]
     default = os.environ.get("PYFLASH_BACKEND") or _backends.AUTO
     lines.append(
         ("default backend", str(choice("PYFLASH_BACKEND", default, (*_backends.MODULES, _backends.AUTO))))
@@ -74,7 +78,10 @@ def runtime_report() -> list[tuple[str, str]]:
 
 
 def show_runtime() -> None:
-    """Print versions, the CPU, the instruction set and why, OpenMP and threads, and the backends."""
+    """Print versions, the CPU, the instruction set and why, OpenMP and threads, GPUs, and the backends.
+
+    Of a backend that cannot be used it says why. No GPU is started for it.
+    """
     lines = runtime_report()
     width = max(len(label) for label, _ in lines)
     for label, value in lines:

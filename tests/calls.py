@@ -15,6 +15,7 @@ import pytest
 from oracle_terms import Call, UserFunction, value_width
 
 import pyflash
+from pyflash import _arrays
 from pyflash._dtypes import DTYPES, FLOATS, numpy_dtype
 
 #: Types of queries and outputs, and of all that may be stored.
@@ -33,6 +34,17 @@ def normal(seed: int, shape: tuple[int, ...], dtype: str = "float32", amplitude:
     """Normally distributed numbers of any type in the registry."""
     numbers = np.random.default_rng(seed).standard_normal(shape) * amplitude
     return numbers.astype(numpy_dtype(dtype))
+
+
+def on_host(x: Any) -> np.ndarray:
+    """Return an array of NumPy, of CuPy or of the emulated GPU as NumPy's."""
+    return x if isinstance(x, np.ndarray) else x.get()
+
+
+def on_device(x: Any) -> Any:
+    """Return a copy of an array on the GPU, a real or an emulated one; any other value as it is."""
+    kind = _arrays.own_kind
+    return kind.uploaded((x,), kind.current_device())[0] if isinstance(x, np.ndarray) else x
 
 
 def dense(

@@ -24,12 +24,15 @@ import pyflash
 
 def _emulate_cuda() -> bool:
     """Put the emulator in the place of a GPU that is not there, for this process."""
+    import emulated_arrays
     import emulator
+
     from pyflash.gpu import _device
 
     if _device.platform.unavailable() is None:
         return False
     _device.platform = emulator.Platform()
+    emulated_arrays.install()
     if (reason := _device.platform.unavailable()) is not None:
         raise pytest.UsageError(f"PYFLASH_TEST_EMULATED_CUDA: {reason}")
     return True

@@ -38,7 +38,7 @@ class FakeArray:
     def __getitem__(self, key: Any) -> FakeArray:
         part = self.memory[key]
         assert part.base is not None, "no part of the memory"
-        return FakeArray(part, self.device)
+        return type(self)(part, self.device)
 
 
 class FakeCuda(DeviceKind):

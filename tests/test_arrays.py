@@ -6,6 +6,7 @@ What lies on a GPU lies in host memory here, in arrays that fail when somebody r
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from fake_cuda import FakeArray, FakeBackend, FakeCuda, on_host, read
 
 import pyflash
 from pyflash import _args, _arrays, _backends
+from pyflash._array_kinds import cupy_stream
 from pyflash._device_array import DeviceArray
 
 F4 = np.float32
@@ -844,3 +846,40 @@ def test_descriptions_on_the_host_are_plain(cuda, gpu):
     pyflash.flash_attention(*on_gpu(arrays).values())
     args = gpu.calls[-1]
     assert isinstance(args.q, DeviceArray) and type(on_host(args).q) is np.ndarray
+
+
+# --- what is made on a GPU ---
+
+
+def test_what_goes_up_in_one_copy_is_aligned(cuda):
+    """Kernels read 16 bytes at a time where rows begin at multiples of 16."""
+    arrays = (np.arange(3, dtype=np.int8), np.ones((2, 3), F4), np.zeros((0, 4), np.int64), np.ones(5))
+    placed = cuda.uploaded(arrays, 0)
+    assert cuda.uploads == 1
+    first = _arrays.see("x", placed[0]).address
+    for x, there in zip(arrays, placed, strict=True):
+        np.testing.assert_array_equal(_arrays.on_host(there), x, strict=True)
+        assert not x.size or (_arrays.see("x", there).address - first) % 16 == 0
+
+
+def test_arrays_of_any_side_are_brought_to_the_host(gpu, cuda):
+    x = np.arange(6.0).reshape(2, 3)
+    assert _arrays.on_host(x) is x
+    there = on_gpu(x)
+    np.testing.assert_array_equal(_arrays.on_host(there), x)
+    assert cuda.downloads == 1
+
+
+def test_streams_of_others_by_either_generation_of_cupy():
+    class Stream:
+        null = "the default stream"
+
+        @classmethod
+        def from_external(cls, other):
+            return "from_external", other.__cuda_stream__()
+
+    new = SimpleNamespace(cuda=SimpleNamespace(Stream=Stream))  # its ExternalStream warns
+    assert cupy_stream(new, 7, 1) == ("from_external", (0, 7))
+    assert cupy_stream(new, 0, 1) == "the default stream"
+    old = SimpleNamespace(cuda=SimpleNamespace(Stream=object, ExternalStream=lambda *where: where))
+    assert cupy_stream(old, 7, 1) == (7, 1)

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,8 +16,9 @@ from conftest import BACKENDS, TestedBackend, available
 from oracle import Call, assert_matches
 
 import pyflash
-from pyflash import _backends
+from pyflash import _backends, _runtime
 from pyflash._description import DECODE_MAX_ROWS
+from pyflash.gpu import _device
 
 
 @once
@@ -257,6 +259,43 @@ def test_show_runtime_says_what_runs(capsys):
     text = capsys.readouterr().out
     for word in (pyflash.__version__, np.__version__, "OpenMP", *pyflash.available_isas()):
         assert word in text, word
+
+
+@pytest.fixture
+def fake_cupy(monkeypatch):
+    """Two GPUs that say what they are, as CuPy passes it on, and that nobody starts."""
+    fields = ("name", "major", "minor", "multiProcessorCount", "totalGlobalMem")
+    values = [(b"NVIDIA H200", 9, 0, 132, 139 * 2**30), (b"NVIDIA L4", 8, 9, 58, 22 * 2**30)]
+    gpus = [dict(zip(fields, row, strict=True)) for row in values]
+    runtime = SimpleNamespace(
+        getDeviceCount=lambda: 2, getDeviceProperties=gpus.__getitem__, driverGetVersion=lambda: 12080
+    )
+    nvrtc = SimpleNamespace(getVersion=lambda: (12, 8))
+    device = lambda index: SimpleNamespace(compute_capability=("90", "89")[index])  # noqa: E731
+    cuda = SimpleNamespace(runtime=runtime, nvrtc=nvrtc, Device=device)
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda, __version__="14.2.0"))
+    monkeypatch.setattr(_device, "platform", _device._CupyPlatform())
+
+
+def test_show_runtime_says_which_gpus_there_are(fake_cupy, monkeypatch, tmp_path):
+    monkeypatch.setenv("PYFLASH_CACHE_DIR", str(tmp_path))
+    lines = dict(_runtime.runtime_report())
+    assert lines["backend cuda"] == "available"
+    assert lines["  GPU 0"] == "NVIDIA H200, sm_90a, 132 SMs, 139.0 GiB"
+    assert lines["  GPU 1"] == "NVIDIA L4, sm_89, 58 SMs, 22.0 GiB"
+    assert (lines["  CuPy"], lines["  NVRTC"], lines["  driver"]) == ("14.2.0", "12.8", "for CUDA 12.8")
+    assert lines["  compiled kernels"] == f"kept in {tmp_path}"
+    monkeypatch.setenv("PYFLASH_CACHE_DIR", "")
+    assert dict(_runtime.runtime_report())["  compiled kernels"].startswith("not kept")
+
+
+def test_show_runtime_says_why_there_is_no_gpu(monkeypatch):
+    platform = _device._CupyPlatform()
+    monkeypatch.setattr(_device, "platform", platform)
+    monkeypatch.setattr(platform, "unavailable", lambda: "CUDA finds no GPU: none was built in")
+    lines = dict(_runtime.runtime_report())
+    assert lines["backend cuda"] == "CUDA finds no GPU: none was built in"
+    assert not any("GPU 0" in label for label in lines)
 
 
 def test_available_isas_end_with_the_best():

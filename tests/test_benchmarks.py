@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,6 +16,7 @@ import pytest
 import pyflash
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
+import bench_gpu as gpu
 import driver
 import report
 import workloads
@@ -136,3 +140,110 @@ def test_a_library_is_a_python_or_a_folder(tmp_path):
     assert driver.Library.parse("torch=/some/python") == driver.Library("torch", "torch", "/some/python")
     with pytest.raises(ValueError, match="expected NAME=PYTHON"):
         driver.Library.parse("torch")
+
+
+# --- the script for a GPU ---
+
+
+def test_gpu_workloads_are_those_that_are_asked_for():
+    assert all(name == w.name for name, w in gpu.WORKLOADS.items())
+    by_shape = {(w.head_dim, w.num_heads, w.seqlen_q, w.causal) for w in gpu.picked(["prefill-*-bfloat16"])}
+    for d, heads in ((64, 32), (128, 16), (256, 8)):
+        assert {(d, heads, n, c) for n in (1024, 4096, 16384) for c in (False, True)} <= by_shape
+    large = [w for w in gpu.picked(["prefill-*"]) if w.batch > 1]
+    assert large and all(w.batch * w.seqlen_q == 16384 for w in large)
+    assert {(w.batch, w.seqlen_kv) for w in gpu.picked(["decode-*"])} == {
+        (1, 8192),
+        (16, 8192),
+        (64, 4096),
+    }
+    assert [w.name for w in gpu.picked(["*1x16x4096x128-float32"])] == ["prefill-1x16x4096x128-float32"]
+    for w in gpu.picked(["decode-*"]):
+        assert gpu.num_sets(w, 50 * 2**20) * w.kv_bytes >= 6 * 50 * 2**20
+    assert gpu.num_sets(gpu.picked(["prefill-*"])[0], 50 * 2**20) == 1
+
+
+def test_turns_are_given_round_by_round():
+    calls = []
+    turns = {name: lambda name=name: calls.append(name) or float(len(calls)) for name in "abc"}
+    times = gpu.in_turn(turns, 0.0)
+    assert [len(found) for found in times.values()] == [driver.MIN_ROUNDS] * 3
+    rounds = [sorted(calls[i : i + 3]) for i in range(0, len(calls), 3)]
+    assert rounds == [["a", "b", "c"]] * driver.MIN_ROUNDS
+    assert gpu.in_turn({}, 1.0) == {}
+    assert gpu.ratio([2.0, 9.0, 4.0], [1.0, 3.0, 4.0]) == 2.0 and gpu.ratio([4.0], [1.0, 2.0, 3.0]) == 2.0
+
+
+@pytest.fixture
+def bench_on_cpu(monkeypatch):
+    """The script with its tensors on the CPU, where the backend that has the name of cuda is C."""
+    torch = pytest.importorskip("torch")
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            self.now = time.perf_counter()
+
+        def synchronize(self):
+            pass
+
+        def elapsed_time(self, other):
+            return 1e3 * (other.now - self.now)
+
+    properties = SimpleNamespace(L2_cache_size=2**20, name="no GPU", multi_processor_count=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(gpu, "DEVICE", "cpu")
+    monkeypatch.setattr(gpu, "missing", lambda: None)
+    monkeypatch.setattr(gpu.Bench, "measure_limits", lambda self: {"copy": 1e10, "matmul": 1e11})
+    monkeypatch.setattr(
+        gpu.Bench, "_captured", lambda self, one, sets: lambda: [one(number) for number in sets]
+    )
+    small = {
+        "prefill": SMALL._replace(name="prefill", seqlen_q=48, causal=True, dtype="bfloat16"),
+        "decode": SMALL._replace(name="decode"),
+    }
+    monkeypatch.setattr(gpu, "WORKLOADS", small)
+
+
+def test_the_gpu_script_end_to_end(bench_on_cpu, tmp_path, capsys):
+    path = tmp_path / "results" / "gpu.json"
+    pytest.importorskip("cupy")
+    assert gpu.main(["--seconds", "0", "--turn", "0.0001", "--results", str(path), "--commit", "abc"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    head, prefill, decode = said[-3:]  # the table stands last
+    assert head.split()[:5] == ["workload", "kernel", "us", "TFLOP/s", "TB/s"]
+    assert prefill.startswith("prefill ") and decode.startswith("decode ")
+    content = json.loads(path.read_text())
+    assert (content["commit"], len(content["limits"]), content["machine"]["gpu"]) == ("abc", 2, "no GPU")
+    for w in gpu.WORKLOADS.values():
+        rows = content["rows"][w.name]
+        assert list(rows) == list(gpu.LIBRARIES)
+        for library in ("cuda", "torch-flash", "c", "numpy"):
+            assert "error" in rows[library], (library, rows[library])
+            assert rows[library]["error"] <= driver.TOLERANCE[w.dtype], library
+            assert rows[library]["median"] >= rows[library]["min"] > 0
+            assert ("ratio" in rows[library]) == (library != "cuda")
+        assert "unsupported" in rows["torch-cudnn"]
+
+
+def test_the_gpu_script_times_no_wrong_answer(bench_on_cpu, monkeypatch, tmp_path, capsys):
+    right = gpu.exact_row
+    monkeypatch.setattr(gpu, "exact_row", lambda *args: right(*args) + 0.1)
+    path = tmp_path / "gpu.json"
+    pytest.importorskip("cupy")
+    assert gpu.main(["--libraries", "cuda", "--only", "decode", "--results", str(path)]) == 1
+    assert set(json.loads(path.read_text())["rows"]["decode"]["cuda"]) == {"wrong", "afterwards"}
+    assert capsys.readouterr().out.splitlines()[-1].split()[:3] == ["decode", "-", "wrong"]
+
+
+def test_the_gpu_script_says_what_is_missing(monkeypatch, capsys):
+    monkeypatch.setattr(gpu, "missing", lambda: "cuda: no GPU")
+    assert gpu.main(["--only", "decode-*"]) == 1
+    assert capsys.readouterr().err == "nothing to measure: cuda: no GPU\n"
+    with pytest.raises(SystemExit):
+        gpu.main(["--only", "nothing"])
+    assert "no workload fits ['nothing']" in capsys.readouterr().err

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections import Counter
 
 import numpy as np
 import pytest
+from calls import on_host
 from hypothesis import assume, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -28,19 +30,23 @@ def tokens_of(serials, num_layers):
 
 def gather(cache, seq):
     """Return k, v ``(num_layers, length, heads, width)`` of a sequence, through its block table."""
-    length, page_size = int(cache.seq_lens(seq)[0]), cache.page_size
-    pages = cache.block_table(seq)[0]
+    length, page_size = lengths_of(cache, seq)[0], cache.page_size
+    pages = on_host(cache.block_table(seq))[0]
     position = np.arange(length)
     result = []
-    for pool in (cache.k_cache, cache.v_cache):
+    for pool in map(on_host, (cache.k_cache, cache.v_cache)):
         by_token = pool if cache.cache_layout == "nhd" else pool.swapaxes(-3, -2)
         result.append(by_token[:, pages[position // page_size], position % page_size])
     return result
 
 
-def make_cache(num_pages=8, page_size=4, **options):
+def lengths_of(cache, seqs):
+    return on_host(cache.seq_lens(seqs)).tolist()
+
+
+def make_cache(num_pages=8, page_size=4, *, backend="numpy", **options):
     return pyflash.PagedKVCache(
-        num_pages, page_size, NUM_KV_HEADS, HEAD_DIM, head_dim_v=HEAD_DIM_V, backend="numpy", **options
+        num_pages, page_size, NUM_KV_HEADS, HEAD_DIM, head_dim_v=HEAD_DIM_V, backend=backend, **options
     )
 
 
@@ -51,6 +57,8 @@ class Abort(Exception):
 class CacheMachine(RuleBasedStateMachine):
     """Random lives of sequences. The model of the cache: a list of token serials per sequence."""
 
+    backend = "numpy"
+
     @initialize(
         num_pages=st.integers(6, 20),
         page_size=st.integers(1, 4),
@@ -58,14 +66,16 @@ class CacheMachine(RuleBasedStateMachine):
         cache_layout=st.sampled_from(["nhd", "hnd"]),
     )
     def create(self, num_pages, page_size, num_layers, cache_layout):
-        self.cache = make_cache(num_pages, page_size, num_layers=num_layers, cache_layout=cache_layout)
+        self.cache = make_cache(
+            num_pages, page_size, num_layers=num_layers, cache_layout=cache_layout, backend=self.backend
+        )
         self.model: dict[int, list[int]] = {}
         self.next_serial = 1
         self.freed: set[int] = set()
         self.add()
 
     def pages(self, seq):
-        return [int(page) for page in self.cache.block_table(seq)[0]]
+        return on_host(self.cache.block_table(seq))[0].tolist()
 
     def holders(self):
         """Return how many sequences hold each page, as the block tables have it."""
@@ -184,9 +194,20 @@ TestCacheMachine = CacheMachine.TestCase
 TestCacheMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
+if pyflash.available_backends()["cuda"] is None:
+
+    class CacheMachineOnGpu(CacheMachine):
+        """The same with pools and tables on a GPU."""
+
+        backend = "cuda"
+
+    TestCacheMachineOnGpu = CacheMachineOnGpu.TestCase
+    TestCacheMachineOnGpu.settings = settings(max_examples=10, stateful_step_count=20, deadline=None)
+
+
 @pytest.fixture
-def cache():
-    return make_cache()
+def cache(any_isa):
+    return make_cache(backend=any_isa.name)
 
 
 def grow(cache, seqs, count, serial=1):
@@ -198,42 +219,45 @@ def test_block_table_and_lengths(cache):
     a, b, c = (cache.add_sequence() for _ in range(3))
     grow(cache, a, 9)
     grow(cache, b, 1)
-    table, lengths = cache.block_table([a, b, c]), cache.seq_lens([a, b, c])
+    table, lengths = (on_host(x) for x in (cache.block_table([a, b, c]), cache.seq_lens([a, b, c])))
     assert table.dtype == lengths.dtype == np.int32
     assert table.tolist() == [[0, 1, 2], [3, -1, -1], [-1, -1, -1]]
     assert lengths.tolist() == [9, 1, 0]
     assert cache.block_table([]).shape == (0, 0)
-    assert cache.block_table(b).tolist() == [[3]]
+    assert on_host(cache.block_table(b)).tolist() == [[3]]
 
 
 @pytest.mark.parametrize("page_size", [1, 3, 16])
 @pytest.mark.parametrize("cache_layout", ["nhd", "hnd"])
-def test_attention_reads_what_was_appended(page_size, cache_layout):
+def test_attention_reads_what_was_appended(any_isa, page_size, cache_layout):
     random = np.random.default_rng(7)
     cache = pyflash.PagedKVCache(
-        32, page_size, 2, 8, num_layers=2, dtype="float64", cache_layout=cache_layout, backend="numpy"
+        32, page_size, 2, 8, num_layers=2, dtype="float64", cache_layout=cache_layout, backend=any_isa.name
     )
     seqs = [cache.add_sequence() for _ in range(3)]
     counts = [5, 1, 9]
     k, v = random.standard_normal((2, 2, sum(counts), 2, 8))
     q = random.standard_normal((sum(counts), 4, 8))
     with cache.reserve(seqs, counts) as step:
-        assert step.cu_seqlens.tolist() == [0, 5, 6, 15]
-        assert step.positions.tolist() == [*range(5), 0, *range(9)]
+        assert step.host.cu_seqlens.tolist() == [0, 5, 6, 15]
+        assert step.host.positions.tolist() == [*range(5), 0, *range(9)]
+        for name, x in step.host._asdict().items():
+            np.testing.assert_array_equal(on_host(getattr(step, name)), x, strict=True)
         for layer in range(2):
             out = pyflash.paged_attention(
-                q,
+                *cache.placed(q),
                 *step.append(layer, k[layer], v[layer]),
                 step.block_table,
                 step.seq_lens,
                 cu_seqlens_q=step.cu_seqlens,
+                max_seqlen_q=step.max_seqlen_q,
                 cache_layout=cache_layout,
                 causal=True,
-                backend="numpy",
+                **any_isa.kwargs,
             )
-            for lo, hi in zip(step.cu_seqlens[:-1], step.cu_seqlens[1:], strict=True):
+            for lo, hi in itertools.pairwise(step.host.cu_seqlens):
                 dense = pyflash.naive_attention(q[lo:hi], k[layer, lo:hi], v[layer, lo:hi], causal=True)
-                np.testing.assert_allclose(out[lo:hi], dense, rtol=0, atol=1e-14)
+                np.testing.assert_allclose(on_host(out)[lo:hi], dense, rtol=0, atol=1e-14)
 
 
 def test_keys_are_rotated_by_the_rows_of_their_tokens(cache):
@@ -254,7 +278,7 @@ def test_of_sequences_that_leave_one_page_together_the_longest_keeps_it(cache):
     grow(cache, a, 3)
     b = cache.fork(a, length=2)
     with contextlib.suppress(Abort), cache.reserve([a, b], 1) as step:
-        assert step.block_table.tolist() == [[0], [1]]
+        assert on_host(step.block_table).tolist() == [[0], [1]]
         step.append(0, *(x[0] for x in tokens_of([98, 99], 1)))
         raise Abort
     for seq, length in ((a, 3), (b, 2)):
@@ -271,7 +295,7 @@ def test_out_of_pages_is_all_or_nothing(cache):
     with pytest.raises(pyflash.OutOfPages, match="need 8 new pages of 4 tokens, 7 of 8 are free"):
         grow(cache, [a, b], 16)
     assert cache.num_free_pages == 7
-    assert cache.seq_lens([a, b]).tolist() == [4, 0]
+    assert lengths_of(cache, [a, b]) == [4, 0]
     with pytest.raises(MemoryError):
         grow(cache, b, 29)
     grow(cache, b, 28)
@@ -295,7 +319,7 @@ def test_an_open_sequence_is_locked(cache):
                 use()
         cache.append(b, k, v)  # others are free to go on
         step.append(0, k, v)
-    assert cache.seq_lens([a, b]).tolist() == [2, 2]
+    assert lengths_of(cache, [a, b]) == [2, 2]
 
 
 def test_misuse_of_a_reservation(cache):
@@ -316,11 +340,11 @@ def test_misuse_of_a_reservation(cache):
         step.append(0, k, v)
     with pytest.raises(pyflash.InvalidArgument, match="used before"), step:
         pass
-    assert cache.seq_lens(a).tolist() == [1]
+    assert lengths_of(cache, a) == [1]
 
 
-def test_layers_that_were_not_written_are_named():
-    cache = make_cache(num_layers=3)
+def test_layers_that_were_not_written_are_named(any_isa):
+    cache = make_cache(num_layers=3, backend=any_isa.name)
     a = cache.add_sequence()
     k, v = tokens_of([1], 3)
     with (
@@ -328,7 +352,7 @@ def test_layers_that_were_not_written_are_named():
         cache.reserve(a, 1) as step,
     ):
         step.append(1, k[1], v[1])
-    assert cache.seq_lens(a).tolist() == [0]
+    assert lengths_of(cache, a) == [0]
     assert cache.num_free_pages == cache.num_pages
 
 
@@ -367,14 +391,14 @@ def test_bad_requests_are_refused(cache):
         with pytest.raises(pyflash.InvalidArgument, match=message):
             request()
     assert cache.num_free_pages == cache.num_pages
-    assert cache.seq_lens(a).tolist() == [0]
+    assert lengths_of(cache, a) == [0]
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float16", "bfloat16", np.float32])
-def test_dtypes(dtype):
+def test_dtypes(any_isa, dtype):
     if dtype == "bfloat16":
         pytest.importorskip("ml_dtypes")
-    cache = make_cache(dtype=dtype)
+    cache = make_cache(dtype=dtype, backend=any_isa.name)
     a = cache.add_sequence()
     k, v = (x.astype(cache.k_cache.dtype) for x in tokens_of([0, 1], 1))
     cache.append(a, k, v)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from calls import on_host
 
 import pyflash
 
@@ -28,10 +29,18 @@ def tokens(seed, num_tokens):
 
 
 def attend(cache, layer, seqs, q, **backend):
+    """Attention of queries in host memory over a cache wherever it lies, the result in host memory."""
     table, lens = cache.block_table(seqs), cache.seq_lens(seqs)
-    return pyflash.paged_attention(
-        q, cache.k_cache[layer], cache.v_cache[layer], table, lens, **cache.options(layer), **backend
+    out = pyflash.paged_attention(
+        *cache.placed(q),
+        cache.k_cache[layer],
+        cache.v_cache[layer],
+        table,
+        lens,
+        **cache.options(layer),
+        **backend,
     )
+    return on_host(out)
 
 
 @pytest.mark.parametrize("cache_layout", ["nhd", "hnd"])

@@ -94,6 +94,31 @@ def test_bad_options_are_found_before_the_model_is_loaded(monkeypatch, capsys, a
     assert capsys.readouterr().err.startswith(message)
 
 
+@pytest.mark.parametrize(("backend", "num_threads"), [("cuda", None), ("numpy", 1)])
+def test_threads_are_for_what_runs_on_the_cpu(monkeypatch, backend, num_threads):
+    if (reason := pyflash.available_backends()[backend]) is not None:
+        pytest.skip(f"{backend}: {reason}")
+    pytest.importorskip("threadpoolctl")
+    monkeypatch.setattr(requirements, "check", lambda *more, model=True: None)
+    calls = []
+
+    def load(**options):
+        calls.append(options)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(terminal.Generator, "load", load)
+    assert main(["generate", "a", "--backend", backend, "--threads", "1"]) == 130
+    assert calls == [{"backend": backend, "num_threads": num_threads}]
+
+
+@pytest.mark.skipif(pyflash.available_backends()["cuda"] is None, reason="the backend cuda is there")
+def test_no_gpu_is_one_sentence(monkeypatch, capsys):
+    monkeypatch.setattr(terminal.Generator, "load", lambda **options: pytest.fail("loaded"))
+    assert main(["generate", "a", "--backend", "cuda"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("pyflash: backend: 'cuda' is not available: ") and error.count("\n") == 1
+
+
 def test_interruption(monkeypatch):
     def interrupt(**options):
         raise KeyboardInterrupt

@@ -161,6 +161,15 @@ def test_answers_and_shared_prefix(smollm, tokenizer):
     assert follow_up.num_reused == len(CAPITAL_PROMPT) + len(CAPITAL_ANSWER) - 1
 
 
+def test_answers_on_a_gpu(model_file, tokenizer):
+    if (reason := pyflash.available_backends()["cuda"]) is not None:
+        pytest.skip(f"cuda: {reason}")
+    generator = Generator(Model(model_file.config, model_file.weights, backend="cuda"), tokenizer)
+    assert generator.generate("What is the capital of France?").tokens == CAPITAL_ANSWER
+    sea = generator.generate("Write one sentence about the sea.")
+    assert (sea.text, sea.num_reused) == (SEA_ANSWER, SHARED_PROMPT_LENGTH)
+
+
 def test_sequences_packed_into_one_step_do_not_meet(smollm):
     prompts = [CAPITAL_PROMPT, CAPITAL_PROMPT[:5], CAPITAL_PROMPT[7:20]]
     alone = [all_logits(smollm, prompt)[-1] for prompt in prompts]
@@ -213,8 +222,55 @@ def tiny_model(**options):
     return Model(config, weights, **{"backend": "numpy", **options})
 
 
-def tiny_generator(**options):
-    return Generator(tiny_model(), Letters(), **options)
+def tiny_generator(*, backend="numpy", **options):
+    return Generator(tiny_model(backend=backend), Letters(), **options)
+
+
+needs_cuda = pytest.mark.skipif(
+    pyflash.available_backends()["cuda"] is not None, reason=f"cuda: {pyflash.available_backends()['cuda']}"
+)
+
+
+@needs_cuda
+@pytest.mark.parametrize("page_size", [3, 16])
+def test_answers_with_the_cache_on_a_gpu(page_size):
+    """Prompts that fork pages in the middle, then decode: the same tokens as on the CPU."""
+    here, there = (tiny_generator(backend=name, page_size=page_size) for name in ("numpy", "cuda"))
+    assert not isinstance(there.cache.k_cache, np.ndarray)
+    for prompt in ("flashattention", "flash", "flashlight", "tiles"):
+        want, got = (x.generate(prompt, max_tokens=6, raw=True) for x in (here, there))
+        assert (got.tokens, got.num_reused, got.stop) == (want.tokens, want.num_reused, want.stop)
+
+
+@needs_cuda
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_logits_with_the_cache_on_a_gpu(dtype):
+    """Several sequences in one step; what goes up once for all layers is right for each of them."""
+    tokens, logits = Letters().encode("attentionflash"), []
+    for backend in ("numpy", "cuda"):
+        model = tiny_model(dtype=dtype, backend=backend)
+        cache = model.new_cache(8, 4)
+        seqs = [cache.add_sequence() for _ in range(2)]
+        found = []
+        for counts in ([5, 2], [1, 1], [1, 4]):
+            with cache.reserve(seqs, counts) as step:
+                found.append(model.forward(np.array(tokens[: sum(counts)]), step))
+        logits.append(np.concatenate(found))
+    np.testing.assert_allclose(*logits, rtol=0, atol=2e-5 if dtype == "float32" else 1e-12)
+
+
+@needs_cuda
+def test_each_layer_is_one_copy_up(monkeypatch):
+    """Tables, lengths and the rotation go up once a step, queries with their keys and values once a layer."""
+    model = tiny_model(backend="cuda")
+    cache = model.new_cache(4, 4)
+    uploads, placed = [], type(cache).placed
+    monkeypatch.setattr(
+        type(cache), "placed", lambda self, *arrays: uploads.append(len(arrays)) or placed(self, *arrays)
+    )
+    with cache.reserve(cache.add_sequence(), 3) as step:
+        model.forward(np.array([1, 2, 3]), step)
+    assert uploads == [5, 2, *[3] * model.config.num_layers]
 
 
 def test_chunks_of_any_size_give_the_same_logits():

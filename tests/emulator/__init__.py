@@ -265,3 +265,6 @@ class Platform:
 
     def current_device(self) -> int:
         return 0
+
+    def report(self) -> list[tuple[str, str]]:
+        return [(f"GPU {device.index}", f"{device.name}, {device.num_sms} SMs") for device in self._devices]
