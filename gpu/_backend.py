@@ -31,8 +31,6 @@ _ALIGNMENT = 16
 _WIDE_SCALE = 1e30
 
 
-
-
 class CudaBackend:
     """The kernels of ``gpu/kernels``; implements `pyflash._description.Backend`."""
 
@@ -104,7 +102,9 @@ class CudaBackend:
         plan = _choose.plan(problem)
         if problem.tile not in (None, plan.tile):
             where = f"the {plan.kernel} kernel of the cuda backend"
-            raise unsupported("tile", repr(problem.tile), where, f"leave it out: its tiles have {plan.tile} keys")
+            raise unsupported(
+                "tile", repr(problem.tile), where, f"leave it out: its tiles have {plan.tile} keys"
+            )
         return plan
 
     def attention(self, args: AttentionArgs, *, again: Arrays | None = None) -> Repeat | None:
@@ -159,9 +159,13 @@ class CudaBackend:
         device, _ = self._device_of(args.q, (*args, *(args.spans or ())))
         problem = self._problem(args, device)
         plan = self._plan(problem)
-        rows = "family: asked for" if args.family is not None else (
-            f"family: decode up to {_plan.DECODE_MAX_ROWS} query rows per key/value head "
-            f"({problem.group} per query)"
+        rows = (
+            "family: asked for"
+            if args.family is not None
+            else (
+                f"family: decode up to {_plan.DECODE_MAX_ROWS} query rows per key/value head "
+                f"({problem.group} per query)"
+            )
         )
         total, seen, told = _tiles(args, plan)
         return Explanation(
@@ -192,7 +196,9 @@ def _tiles(args: AttentionArgs, plan: _plan.Plan) -> tuple[int, int, tuple[str, 
     """Return the key tiles of all work items and those that some row of the item sees, and what to add."""
     if any(map(_places.any_on_device, args._replace(q=None, k=None, v=None, out=None, lse=None))):  # type: ignore[arg-type]
         return 0, 0, ("tiles: not counted, since lengths or masks lie on the device",)
-    args = args._replace(score_mod=None, mask_mod=None)  # expressions, which hide no whole tile as far as is known
+    args = args._replace(
+        score_mod=None, mask_mod=None
+    )  # expressions, which hide no whole tile as far as is known
     total = seen = 0
     for sequence in sequences(args):
         tiles = -(-sequence.seqlen_kv // plan.tile)
@@ -203,14 +209,17 @@ def _tiles(args: AttentionArgs, plan: _plan.Plan) -> tuple[int, int, tuple[str, 
 
 
 def _is_aligned(array: Array) -> bool:
-    """Return whether rows begin at multiples of 16 bytes and have unit stride; copies of host arrays do."""
+    """Return whether rows begin at multiples of 16 bytes and have unit stride.
+
+    Of an array in host memory that is asked of its copy: only axes that repeat one element stay as they are.
+    """
     if not isinstance(array, DeviceArray):
-        return array.shape[3] * array.itemsize % _ALIGNMENT == 0
+        return array.shape[3] * array.itemsize % _ALIGNMENT == 0 and (
+            array.strides[3] != 0 or array.shape[3] == 1
+        )
     *others, dim = array.strides
     return (
         (dim == array.itemsize or array.shape[3] == 1)
         and array.address % _ALIGNMENT == 0
         and all(s % _ALIGNMENT == 0 or n <= 1 for s, n in zip(others, array.shape[:3], strict=True))
     )
-
-

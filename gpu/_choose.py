@@ -1,4 +1,4 @@
-"""Which kernel computes a call: the modules that plan are asked in turn, and the first that takes it says how.
+"""Which kernel computes a call: the modules that plan are asked in turn; the first that takes it says how.
 
 The generic kernel takes everything.
 """
@@ -24,7 +24,7 @@ def plan(problem: Problem) -> Plan:
 
 
 def _mixed(problem: Problem) -> Plan:
-    """Return the plan of a call with sequences of both families: each kernel leaves those of the other alone."""
+    """Return the plan of a call with sequences of both families: each kernel leaves the others alone."""
     kernel, tile, rows, steps = _prefill(problem)
     found = None if problem.wide_scores else _decode.decode_steps(problem)
     if found is None:

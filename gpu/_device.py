@@ -47,7 +47,13 @@ class Device(Protocol):
         """Return the kernel `name` of a source text without includes."""
 
     def launch(
-        self, kernel: Kernel, grid: tuple[int, int, int], threads: int, shared_bytes: int, stream: int, argument: Array
+        self,
+        kernel: Kernel,
+        grid: tuple[int, int, int],
+        threads: int,
+        shared_bytes: int,
+        stream: int,
+        argument: Array,
     ) -> None:
         """Start a kernel whose only parameter is a struct, `argument`, by value."""
 
@@ -153,7 +159,13 @@ class _CupyDevice:
             return kernel
 
     def launch(
-        self, kernel: Any, grid: tuple[int, int, int], threads: int, shared_bytes: int, stream: int, argument: Array
+        self,
+        kernel: Any,
+        grid: tuple[int, int, int],
+        threads: int,
+        shared_bytes: int,
+        stream: int,
+        argument: Array,
     ) -> None:
         parameters = (ctypes.c_void_p * 1)(argument.ctypes.data)
         with self.current():
@@ -229,7 +241,9 @@ class _CupyPlatform:
             return f"NVRTC, which compiles the kernels, is not installed ({error}): {_INSTALL}"
         capability = max(int(cupy.cuda.Device(i).compute_capability) for i in range(count))
         if capability < MIN_CAPABILITY:
-            return f"the GPU is of architecture sm_{capability}, the kernels need sm_{MIN_CAPABILITY} or newer"
+            return (
+                f"the GPU is of architecture sm_{capability}, the kernels need sm_{MIN_CAPABILITY} or newer"
+            )
         return None
 
     @functools.cache  # noqa: B019

@@ -17,6 +17,7 @@ from ._plan import (
     families_of,
     row_blocks,
     row_limits,
+    section,
     split_fields,
     term_bits,
 )
@@ -182,7 +183,7 @@ def prefill_step(problem: Problem) -> Step:
         fold=fold, terms=term_bits(problem),
     )  # fmt: skip
     source = Source("forward_fma.cu", "pf_forward_fma", defines, problem.expressions)
-    fields = (*row_limits(problem, "prefill"), ("row_blocks", blocks))
+    fields = (*row_limits(problem, "prefill"), ("row_blocks", blocks), section(problem))
     return Step(source, 32 * tile.warps, blocks * others, needed, fields)
 
 

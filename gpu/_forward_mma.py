@@ -49,10 +49,10 @@ def shared_bytes(tiles: Tiles, width: int, width_v: int, *, paged: bool, final: 
     )
 
 
-def _candidates(width: int, width_v: int, *, wide_terms: bool) -> Iterator[Tiles]:
+def _candidates(width: int, width_v: int, *, wide_terms: bool, spans: bool) -> Iterator[Tiles]:
     """Yield shapes, best first: two row tiles a warp halve what is read from shared memory."""
     if width <= 64 and width_v <= 64 and not wide_terms:
-        yield Tiles(4, 2, 128, 2, 2)
+        yield Tiles(4, 2, 96 if spans else 128, 2, 2)
     if width_v <= 128 and width <= 192 and not wide_terms:
         yield Tiles(4, 2, 64, 2, 2)
         yield Tiles(8, 2, 64, 2, 1)
@@ -68,10 +68,18 @@ _RESERVED = 1024
 
 
 def choose_tiles(
-    width: int, width_v: int, capability: int, block_bytes: int, *, paged: bool, final: bool, wide_terms: bool
+    width: int,
+    width_v: int,
+    capability: int,
+    block_bytes: int,
+    *,
+    paged: bool,
+    final: bool,
+    wide_terms: bool,
+    spans: bool,
 ) -> Tiles | None:
     """Return the shape of blocks, None if none fits into shared memory."""
-    for tiles in _candidates(width, width_v, wide_terms=wide_terms):
+    for tiles in _candidates(width, width_v, wide_terms=wide_terms, spans=spans):
         needed = shared_bytes(tiles, width, width_v, paged=paged, final=final)
         # Before sm_80 copies are not asynchronous: a second stage is memory without use.
         if tiles.stages > 1 and capability < 80:
@@ -94,6 +102,7 @@ def _tiles(problem: Problem) -> Tiles | None:
         paged=problem.page_size > 0,
         final=_is_final(problem),
         wide_terms=bool(problem.terms & _WIDE_TERMS),
+        spans=problem.spans,
     )
 
 
@@ -158,6 +167,8 @@ def _source(
         "PF_TILE": tiles.tile,
         "PF_STAGES": tiles.stages,
         "PF_MIN_BLOCKS": tiles.min_blocks,
+        # Near a diagonal most tiles are tested; a second loop is more code and more registers.
+        "PF_ONE_LOOP": int(spans),
     }
     defines = tuple((name, str(value)) for name, value in constants.items())
     return Source("forward_mma.cu", "pf_forward_mma", defines, expressions)
@@ -189,7 +200,7 @@ def prefill_step(problem: Problem) -> Step:
     )
     blocks_of_head, blocks = _num_blocks(problem, tiles)
     shared = shared_bytes(tiles, width, width_v, paged=problem.page_size > 0, final=_is_final(problem))
-    fields = (*_plan.row_limits(problem, "prefill"), ("row_blocks", blocks_of_head))
+    fields = (*_plan.row_limits(problem, "prefill"), ("row_blocks", blocks_of_head), _plan.section(problem))
     return Step(source, 32 * tiles.warps, blocks, shared, fields)
 
 
@@ -239,11 +250,14 @@ def variants() -> Iterator[Variant]:
                     paged=bool(option.get("paged")),
                     final=bool(terms) or not option.get("positive_scale", 1),
                     wide_terms=terms == everything,
+                    spans=bool(option.get("spans")),
                 )
                 assert tiles is not None
                 source = _source(tiles, width, width_v, bfloat16=capability >= 80, **option)  # type: ignore[arg-type]
                 few = max(width, width_v) <= 128 and not terms
                 yield Variant(source, (capability,), _FEW_SPILLS if few else _MANY_SPILLS)
-    float16 = choose_tiles(128, 128, 90, _ARCHITECTURES[90], paged=False, final=False, wide_terms=False)
+    float16 = choose_tiles(
+        128, 128, 90, _ARCHITECTURES[90], paged=False, final=False, wide_terms=False, spans=False
+    )
     assert float16 is not None
     yield Variant(_source(float16, 128, 128, bfloat16=False), (90,), _FEW_SPILLS)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from .._description import DECODE_MAX_ROWS
+from .._dtypes import BY_NAME
 from ._compile import Source
 
 #: Bits of PF_TERMS in call.cuh, by the option of a call.
@@ -170,6 +171,21 @@ def split_fields(problem: Problem, split_keys: int) -> tuple[int, int, int]:
     if split_keys and problem.max_seqlen_kv > split_keys:
         return ceil_div(problem.max_seqlen_kv, split_keys), 0, split_keys
     return 1, 0, 0
+
+
+#: Bytes of keys and values that a section may have: what stays in the second cache beside everything else.
+SECTION_BYTES = 32 * 2**20
+
+
+def section(problem: Problem) -> tuple[str, int]:
+    """Return the field of pf_call that says how many heads are taken together.
+
+    Where every row sees as much as any other, the order of blocks says nothing about their length.
+    """
+    if not problem.spans:
+        return "section", 1
+    size = BY_NAME[problem.kv_dtype].itemsize * (problem.head_dim + problem.head_dim_v)
+    return "section", max(SECTION_BYTES // max(size * problem.max_seqlen_kv, 1), 1)
 
 
 def combine_step(problem: Problem, fields: tuple[tuple[str, int], ...]) -> Step:

@@ -1,7 +1,7 @@
 """Launches whose arguments are complete but for the places of arrays, and calls made of them.
 
-A call that comes again differs from the one before in nothing but where its arrays lie. It needs no checks, no
-plan and no packing: places are put into a copy of the arguments, and the driver is told.
+A call that comes again differs from the one before in nothing but where its arrays lie. It needs no
+checks, no plan and no packing: places are put into a copy of the arguments, and the driver is told.
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ def repeat(
 ) -> Any:
     """Return what makes a call again with arrays in other places, None if there are none that it may take.
 
-    What it returns takes the places of q, k, v, out, lse and the index arrays, 0 for those that are missing, and a
-    stream; it returns False, and has done nothing, where `out` would overlap what is read.
+    What it returns takes the places of q, k, v, out, lse and the index arrays, 0 for those that are
+    missing, and a stream; it returns False, and has done nothing, where `out` would overlap what is read.
     """
     if device.is_capturing(stream):
         return None

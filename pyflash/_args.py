@@ -485,11 +485,11 @@ def _provide_lse(q: Array, queries: Array, layout: str, dtype: _dtypes.DType) ->
 def _workspace(workspace: Any, others: dict[str, Array], backend: str) -> Array | None:
     if workspace is None:
         return None
-    if backend == "cuda" and not isinstance(workspace, DeviceArray):
-        where = "the cuda backend beside arrays in host memory"
-        raise unsupported("workspace", _checks.describe(workspace), where, "leave it out")
     array = _checks.plain_array("workspace", workspace, {1: "(num_bytes,)"})
     if array.dtype != np.uint8 or not array.flags.c_contiguous or not array.flags.writeable:
         raise invalid("workspace", _checks.describe(workspace), "a writable contiguous uint8 array")
+    if backend == "cuda" and not isinstance(workspace, DeviceArray):
+        where = "the cuda backend beside arrays in host memory"
+        raise unsupported("workspace", _checks.describe(workspace), where, "leave it out")
     _checks.writable_output("workspace", array, others)
     return array

@@ -1,8 +1,8 @@
 """What is remembered of calls with arrays on a device, as `_call_table` does for NumPy's.
 
-The arrays stay what the caller gave: of each only its place is asked for. A call is remembered once it comes for
-the second time, if all of its arrays are of one library and all options plain Python values; it then goes to what
-the backend has prepared, launches whose arguments are complete but for places.
+The arrays stay what the caller gave: of each only its place is asked for. A call is remembered once it
+comes for the second time, if all of its arrays are of one library and all options plain Python values; it
+then goes to what the backend has prepared, launches whose arguments are complete but for places.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from . import _backends, _dtypes, _environment
 from ._call_table import CAPACITY, plain_options
 
-#: Launches with arrays in these places, q, k, v, out, lse (0: none) and the index arrays (0: none), on a stream.
+#: Launches with arrays in these places, q, k, v, out, lse and the index arrays (0: none), on a stream.
 #: False: nothing was done, check the arguments.
 Launch = Callable[[tuple[int, ...], int], bool]
 
@@ -85,7 +85,9 @@ def _torch(module: Any) -> Library:
         lambda x: x.data_ptr(),  # type: ignore[no-any-return]
         lambda x: x.device.index,  # type: ignore[no-any-return]
         lambda device: stream(device).cuda_stream,  # type: ignore[no-any-return]
-        lambda shape, dtype, device: module.empty(shape, dtype=getattr(module, dtype), device=f"cuda:{device}"),
+        lambda shape, dtype, device: module.empty(
+            shape, dtype=getattr(module, dtype), device=f"cuda:{device}"
+        ),
     )
 
 
@@ -132,7 +134,9 @@ def attempt(
     library = _library_of(arrays[0])
     if library is None or not all(type(name) is str for name in layouts):
         return None, None
-    if not isinstance(backend, (str, type(None))) or (options and (given := plain_options(options, _LOOKED_INTO)) is None):
+    if not isinstance(backend, (str, type(None))) or (
+        options and (given := plain_options(options, _LOOKED_INTO)) is None
+    ):
         return None, None
     layout, place, own = library.layout, library.place, type(arrays[0])
     key: list[Any] = [kind, own, layouts, backend, _backend_in_context(), _variables()]

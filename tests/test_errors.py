@@ -164,6 +164,8 @@ def test_a_work_space_that_is_too_small(c_backend):
     ("name", "value"), [("batch_invariant", True), ("q_scale", 0.5), ("check_indices", True)], ids=str
 )
 def test_options_of_cuda_are_refused_elsewhere(any_isa, name, value):
+    if any_isa.name == "cuda":
+        pytest.skip("this is where they belong")
     with pytest.raises(pyflash.UnsupportedError) as caught:
         pyflash.flash_attention(Q, K, V, **{name: value}, **any_isa.kwargs)
     found = f"{value} ({type(value).__name__})"

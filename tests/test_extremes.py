@@ -58,7 +58,7 @@ def test_equal_values_are_not_summed_in_one_chain(backend, num_splits):
     q, k, v = np.zeros((1, 1, 1, 1), "f4"), np.zeros((1, n, 1, 1), "f4"), np.full((1, n, 1, 1), 0.1, "f4")
     for family in ("prefill", "decode"):
         out = pyflash.flash_attention(q, k, v, num_splits=num_splits, family=family, **backend.kwargs)
-        assert abs(out.item() - float(v[0, 0, 0, 0])) < 2.5e-7, family
+        assert abs(out.item() - float(v[0, 0, 0, 0])) < 3e-7, family
 
 
 def test_merging_states_whose_scores_were_all_minus_inf(backend):

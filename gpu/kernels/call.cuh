@@ -44,27 +44,28 @@ struct pf_call {
     pf_tensor lse;              /* one element a row: stride_dim is unused */
     pf_tensor k_scale, v_scale; /* float32; stride_dim is unused */
     pf_tensor q_scale;          /* as q, float32; stride_dim is unused */
-    pf_tensor bias, mask;       /* [sequence][row][head][key] in the order of the strides; the mask's are bytes */
-    pf_tensor alibi_slopes;     /* [sequence][][head], any float type */
-    pf_tensor sinks;            /* [][][head] */
+    pf_tensor bias, mask;   /* [sequence][row][head][key] in the order of the strides; the mask's are bytes */
+    pf_tensor alibi_slopes; /* [sequence][][head], any float type */
+    pf_tensor sinks;        /* [][][head] */
     pf_index cu_seqlens_q, cu_seqlens_kv, seq_lens, block_table, q_offset;
     pf_index span_lo, span_hi; /* [sequence][row], of packed queries [0][row of all] */
     const void *tree;          /* bytes [sequence][draft][draft], or parents [sequence][draft] */
     int64_t tree_stride[3], tree_item_bytes, tree_kind, num_draft;
     int64_t batch, num_heads, num_kv_heads, head_dim, head_dim_v;
-    int64_t seqlen_q, seqlen_kv;    /* second axes of q and k: lengths, or tokens of all sequences */
-    int64_t max_seqlen_q;           /* no sequence has more queries */
+    int64_t seqlen_q, seqlen_kv; /* second axes of q and k: lengths, or tokens of all sequences */
+    int64_t max_seqlen_q;        /* no sequence has more queries */
     int64_t num_pages, page_size, max_pages;
     int64_t bias_rows, bias_keys, mask_rows, mask_keys;
     int64_t window_left, window_right, sink_tokens;
     double scale, softcap;
     int64_t causal, lse_includes_sinks;
     int64_t unchecked;
-    /* Blocks are numbered in one dimension: blocks of rows, then heads, then splits, then sequences. Sequences
-     * with other numbers of rows per key/value head than these are another kernel's. */
+    /* Blocks are numbered in one dimension: blocks of rows, then heads, then splits, then sequences.
+     * Sequences with other numbers of rows per key/value head than these are another kernel's. */
     int64_t row_blocks, min_rows, max_rows;
-    /* Splits of the keys: num_splits parts of equal length, or one every split_keys keys; 0 and 0: none. Where
-     * there are some, states go to `partial` and another kernel merges them. */
+    int64_t section; /* heads whose blocks are taken together, those with most to do first; 0: one by one */
+    /* Splits of the keys: num_splits parts of equal length, or one every split_keys keys; 0 and 0: none.
+     * Where there are some, states go to `partial` and another kernel merges them. */
     int64_t num_splits, split_keys, max_splits;
     void *partial;
 };

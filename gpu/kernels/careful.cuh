@@ -1,6 +1,6 @@
 /* One query row, by one warp, with every option and any type: the kernel that is right first. It touches no
- * key that the row does not see, so that what is there can be NaN; fast kernels give it the rare rows that came
- * out as not finite. */
+ * key that the row does not see, so that what is there can be NaN; fast kernels give it the rare rows that
+ * came out as not finite. */
 #ifndef PF_CAREFUL_CUH
 #define PF_CAREFUL_CUH
 
@@ -20,8 +20,8 @@
 #define PF_TYPE_OF_KV(call) ((call).k.dtype)
 #endif
 
-/* Keys of a tile, some a lane: few enough to be summed up from zero in a chain. Outputs that one pass computes,
- * some a lane; wider values take several passes. */
+/* Keys of a tile, some a lane: few enough to be summed up from zero in a chain. Outputs that one pass
+ * computes, some a lane; wider values take several passes. */
 enum {
     PF_CAREFUL_KEYS = 8,
     PF_CAREFUL_TILE = 32 * PF_CAREFUL_KEYS,
@@ -126,7 +126,8 @@ static __device__ void pf_careful_side(const pf_call &call, const pf_sequence &s
                 for (int r = 0; r < PF_CAREFUL_REGISTERS; r++) {
                     const int64_t d = first_dim + lane + 32 * r;
                     if (d < call.head_dim_v)
-                        sums[r] += weight * (factor * pf_element(value, PF_TYPE_OF_KV(call), call.v.stride_dim, d));
+                        sums[r] +=
+                            weight * (factor * pf_element(value, PF_TYPE_OF_KV(call), call.v.stride_dim, d));
                 }
             }
 #pragma unroll
@@ -170,8 +171,8 @@ PF_DEVICE unsigned pf_careful_store(const pf_call &call, const pf_sequence &s, c
     return broken;
 }
 
-/* All of one row. Values near the largest number may have an infinite sum, though not an infinite mean: what is
- * not finite is summed up once more, smaller. */
+/* All of one row. Values near the largest number may have an infinite sum, though not an infinite mean: what
+ * is not finite is summed up once more, smaller. */
 static __device__ __noinline__ void pf_careful_row(const pf_call &call, const pf_sequence &s, int64_t head,
                                                    int64_t i) {
     const pf_query q = pf_get_query(call, s, head, i);

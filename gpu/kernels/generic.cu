@@ -1,5 +1,5 @@
-/* Attention with every option, for every type and width: one warp a row (or, where keys are split, a row of one
- * split). Slow, and right: what no other kernel takes comes here, and the others are held to it. */
+/* Attention with every option, for every type and width: one warp a row (or, where keys are split, a row of
+ * one split). Slow, and right: what no other kernel takes comes here, and the others are held to it. */
 #include "careful.cuh"
 
 extern "C" __global__ void __launch_bounds__(128) pf_generic(const __grid_constant__ pf_call call) {

@@ -17,10 +17,17 @@ PF_DEVICE bool pf_mask_mod(int64_t batch, int64_t head, int64_t query, int64_t k
 }
 #endif
 
+/* What is finite stays so in a narrower type. */
+PF_DEVICE pf_real pf_narrow(double x) {
+    const pf_real narrow = (pf_real)x;
+    return pf_is_finite(x) && !pf_is_finite(narrow) ? (x < 0 ? pf_lowest<pf_real>() : -pf_lowest<pf_real>())
+                                                    : narrow;
+}
+
 /* One query of one head, and what its terms need that does not depend on the key. */
 struct pf_query {
     int64_t head, kv_head, i;
-    int64_t position; /* i + offset */
+    int64_t position;   /* i + offset */
     int64_t bias, mask; /* offsets of key 0 */
     pf_real slope;
 };
@@ -38,16 +45,9 @@ PF_DEVICE pf_query pf_get_query(const pf_call &call, const pf_sequence &s, int64
     if (PF_HAS(MASK) && call.mask.data)
         q.mask = s.index * call.mask.stride_batch + i * call.mask.stride_token + head * call.mask.stride_head;
     if (PF_HAS(ALIBI) && call.alibi_slopes.data)
-        q.slope = (pf_real)pf_number_at(call.alibi_slopes, s.index * call.alibi_slopes.stride_batch +
-                                                               head * call.alibi_slopes.stride_head);
+        q.slope = pf_narrow(pf_number_at(call.alibi_slopes, s.index * call.alibi_slopes.stride_batch +
+                                                                head * call.alibi_slopes.stride_head));
     return q;
-}
-
-/* What is finite stays so in a narrower type. */
-PF_DEVICE pf_real pf_narrow(double x) {
-    const pf_real narrow = (pf_real)x;
-    return pf_is_finite(x) && !pf_is_finite(narrow) ? (x < 0 ? pf_lowest<pf_real>() : -pf_lowest<pf_real>())
-                                                    : narrow;
 }
 
 PF_DEVICE pf_real pf_bias_at(const pf_call &call, const pf_query &q, int64_t j) {

@@ -1,6 +1,6 @@
 /* What a kernel derives from a call: its sequences, and where their queries and keys lie. The twin of
- * c_src/driver/call.h. Nothing that an index array on the device says is believed: lengths are cut to what the
- * arrays hold, and a sequence with an index that cannot be is `bad`: its rows become NaN. */
+ * c_src/driver/call.h. Nothing that an index array on the device says is believed: lengths are cut to what
+ * the arrays hold, and a sequence with an index that cannot be is `bad`: its rows become NaN. */
 #ifndef PF_SEQUENCE_CUH
 #define PF_SEQUENCE_CUH
 
@@ -40,6 +40,24 @@ PF_DEVICE pf_item pf_get_item(const pf_call &call, int64_t heads, int64_t splits
     rest /= num_heads;
     item.split = rest % num_splits;
     item.sequence = rest / num_splits;
+    return item;
+}
+
+/* The same, in sections of some heads whose keys fit into the cache together: in each, the last rows of all
+ * its heads come first, since rows that see what is before them have the more to do the later they are.
+ * Blocks that begin last are short then, and all multiprocessors end together. */
+PF_DEVICE pf_item pf_get_item_in_sections(const pf_call &call, int64_t heads, int64_t splits) {
+    const uint32_t num_rows = (uint32_t)call.row_blocks, num_heads = (uint32_t)heads;
+    const uint32_t num_splits = (uint32_t)splits, most = (uint32_t)pf_max(call.section, 1);
+    const uint32_t all = gridDim.x / num_rows, section = blockIdx.x / (most * num_rows);
+    const uint32_t size = min(most, all - section * most), rest = blockIdx.x - section * most * num_rows;
+    uint32_t unit = section * most + rest % size;
+    pf_item item;
+    item.row_block = num_rows - 1 - rest / size;
+    item.head = unit % num_heads;
+    unit /= num_heads;
+    item.split = unit % num_splits;
+    item.sequence = unit / num_splits;
     return item;
 }
 
@@ -88,8 +106,7 @@ PF_DEVICE pf_sequence pf_get_sequence(const pf_call &call, int64_t b) {
         num_keys = end - s.kv_token;
     }
     if (call.seq_lens.data) {
-        const int64_t capacity =
-            call.block_table.data ? call.max_pages * call.page_size : call.seqlen_kv;
+        const int64_t capacity = call.block_table.data ? call.max_pages * call.page_size : call.seqlen_kv;
         const int64_t said = pf_index_at(call.seq_lens, b);
         num_keys = pf_min(pf_max(said, 0), capacity);
         s.bad |= num_keys != said;
@@ -157,8 +174,8 @@ PF_DEVICE bool pf_find_bad(const pf_call &call, const pf_sequence &s) {
 }
 
 /* Offset of key j in k, v or their scales; the page has been checked. */
-PF_DEVICE int64_t pf_key_offset(const pf_call &call, const pf_tensor &t, const pf_sequence &s, int64_t kv_head,
-                                int64_t j) {
+PF_DEVICE int64_t pf_key_offset(const pf_call &call, const pf_tensor &t, const pf_sequence &s,
+                                int64_t kv_head, int64_t j) {
     const int64_t head = kv_head * t.stride_head;
     if (call.block_table.data) {
         const int64_t page = pf_page_at(call, s.index, pf_quotient(j, call.page_size));
@@ -172,8 +189,8 @@ PF_DEVICE int64_t pf_query_offset(const pf_tensor &t, const pf_sequence &s, int6
     return s.q_batch * t.stride_batch + (s.q_token + i) * t.stride_token + head * t.stride_head;
 }
 
-/* How many parts the keys of a sequence are cut into, and the first key of a part; the end of the last part is
- * the number of keys. */
+/* How many parts the keys of a sequence are cut into, and the first key of a part; the end of the last part
+ * is the number of keys. */
 PF_DEVICE int64_t pf_num_splits(const pf_call &call, const pf_sequence &s) {
     if (call.split_keys)
         return pf_max(pf_quotient(s.mask.num_keys + call.split_keys - 1, call.split_keys), 1);
