@@ -12,6 +12,7 @@ from typing import Any
 from .. import _arrays
 from .._arrays import DeviceArray
 from .._description import (
+    DECODE_MAX_ROWS,
     AppendArgs,
     Array,
     Arrays,
@@ -163,7 +164,7 @@ class CudaBackend:
             "family: asked for"
             if args.family is not None
             else (
-                f"family: decode up to {_plan.DECODE_MAX_ROWS} query rows per key/value head "
+                f"family: decode up to {DECODE_MAX_ROWS} query rows per key/value head "
                 f"({problem.group} per query)"
             )
         )

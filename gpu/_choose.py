@@ -16,10 +16,11 @@ def plan(problem: Problem) -> Plan:
     if len(_plan.families_of(problem)) > 1:
         return _mixed(problem)
     for module in () if problem.wide_scores else (_decode, _forward_mma, _forward_fma):
-        found = module.plan(problem)
+        found: Plan | None = module.plan(problem)
         if found is not None:
             splits = Splits(found.max_splits, found.num_splits, found.split_keys)
-            return found._replace(steps=tuple(step._replace(splits=splits) for step in found.steps))
+            steps = tuple(step._replace(splits=splits) for step in found.steps)
+            return found._replace(steps=steps)
     return _plan.generic(problem)
 
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .._arrays import DeviceArray
-from .._description import INDEX_NAMES, Array, AttentionArgs
+from .._description import INDEX_NAMES, Array, AttentionArgs, Repeat
 from . import _compile, _device, _launch, _places, _plan
 
 #: Fields of pf_call that are places, in the order of `Repeat`; then that of the states of splits.
@@ -92,7 +92,7 @@ def repeat(
     places: _places.Places,
     args: AttentionArgs,
     workspace_bytes: int,
-) -> Any:
+) -> Repeat | None:
     """Return what makes a call again with arrays in other places, None if there are none that it may take.
 
     What it returns takes the places of q, k, v, out, lse and the index arrays, 0 for those that are

@@ -114,7 +114,7 @@ def flash_attention(
     if key is None:
         key, result = _device_calls.attempt("dense", (q, k, v, out), index, (layout,), backend, options)
     if result is not None:
-        return result  # type: ignore[no-any-return]
+        return result
     chosen = _backends.resolve(backend, q)
     call = _args.dense(q, k, v, backend=chosen.name, layout=layout, seq_lens=seq_lens, out=out, **options)
     return _run(call, chosen, key, (q, k, v), out, index, options)
@@ -213,7 +213,7 @@ def flash_attention_varlen(
     if key is None:
         key, result = _device_calls.attempt("varlen", (q, k, v, out), index, (), backend, options)
     if result is not None:
-        return result  # type: ignore[no-any-return]
+        return result
     chosen = _backends.resolve(backend, q)
     call = _args.varlen(q, k, v, cu_seqlens_q, cu_seqlens_kv, backend=chosen.name, out=out, **options)
     return _run(call, chosen, key, (q, k, v), out, index, options)
@@ -285,7 +285,7 @@ def paged_attention(
             "paged", (q, k_cache, v_cache, out), index, (layout, cache_layout), backend, options
         )
     if result is not None:
-        return result  # type: ignore[no-any-return]
+        return result
     chosen = _backends.resolve(backend, q)
     call = _args.paged(
         q,

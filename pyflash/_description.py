@@ -178,7 +178,8 @@ class Arrays(NamedTuple):
 
 #: Makes a call again with other arrays q, k, v, out, lse and index arrays as callers give them. False:
 #: nothing was done, check the arguments.
-Repeat = Callable[[Array, Array, Array, Array, "Array | None", IndexArrays], bool]
+#: On CUDA it takes their places and a stream (`pyflash._device_calls.Launch`).
+Repeat = Callable[..., bool]
 
 
 class Explanation(NamedTuple):

@@ -65,9 +65,9 @@ def _cupy(module: Any) -> Library:
 
     return Library(
         lambda x: (x.shape, x.strides, x.dtype, x.data.device_id),
-        lambda x: x.data.ptr,  # type: ignore[no-any-return]
-        lambda x: x.data.device_id,  # type: ignore[no-any-return]
-        lambda device: stream(device).ptr,  # type: ignore[no-any-return]
+        lambda x: x.data.ptr,
+        lambda x: x.data.device_id,
+        lambda device: stream(device).ptr,
         new,
     )
 
@@ -82,9 +82,9 @@ def _torch(module: Any) -> Library:
 
     return Library(
         layout,
-        lambda x: x.data_ptr(),  # type: ignore[no-any-return]
-        lambda x: x.device.index,  # type: ignore[no-any-return]
-        lambda device: stream(device).cuda_stream,  # type: ignore[no-any-return]
+        lambda x: x.data_ptr(),
+        lambda x: x.device.index,
+        lambda device: stream(device).cuda_stream,
         lambda shape, dtype, device: module.empty(
             shape, dtype=getattr(module, dtype), device=f"cuda:{device}"
         ),
