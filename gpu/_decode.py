@@ -218,11 +218,12 @@ def _best_splits(items: int, num_keys: int, key_bytes: int, slots: int, step: in
     return best
 
 
-def _compose(problem: Problem, shape: Shape) -> tuple[tuple[Step, ...], int, int, int]:
+def _compose(
+    problem: Problem, shape: Shape, limits: tuple[tuple[str, int], ...]
+) -> tuple[tuple[Step, ...], int, int, int]:
     blocks = max(_plan.ceil_div(problem.max_seqlen_q * problem.group, shape.rows), 1)
     items = blocks * problem.num_kv_heads * problem.batch
     max_splits, num_splits, split_keys = _splits(problem, shape, items)
-    limits = _plan.row_limits(problem, "decode")
     source = shape.source._replace(expressions=problem.expressions)
     steps = [
         Step(
@@ -240,12 +241,13 @@ def decode_steps(problem: Problem) -> tuple[tuple[Step, ...], int, int, int] | N
 
     None if the kernels here do not take them. The steps leave sequences of other families alone.
     """
+    limits = _plan.row_limits(problem, "decode")
     if problem.packed and problem.family is None:
         # Longer sequences are another family's.
         most = DECODE_MAX_ROWS // max(problem.group, 1)
         problem = problem._replace(max_seqlen_q=min(problem.max_seqlen_q, most))
     shape = shape_of(problem)
-    return None if shape is None else _compose(problem, shape)
+    return None if shape is None else _compose(problem, shape, limits)
 
 
 def plan(problem: Problem) -> Plan | None:
@@ -255,7 +257,7 @@ def plan(problem: Problem) -> Plan | None:
     shape = shape_of(problem)
     if shape is None:
         return None
-    steps, max_splits, num_splits, split_keys = _compose(problem, shape)
+    steps, max_splits, num_splits, split_keys = _compose(problem, shape, _plan.row_limits(problem, "decode"))
     return Plan(
         "decode_mma", "decode", steps, KEYS, shape.rows, max_splits, num_splits, split_keys,
         (

@@ -17,6 +17,7 @@ from . import _compile, _device, _launch, _places, _plan
 #: Fields of pf_call that are places, in the order of `Repeat`; then that of the states of splits.
 _FIELDS = ("q", "k", "v", "out", "lse", *INDEX_NAMES)
 _WORD = 8
+_NO_INDEX = (0,) * len(INDEX_NAMES)
 
 
 class Prepared(NamedTuple):
@@ -110,6 +111,7 @@ def repeat(
     out_low, out_high = _extent(args.out)
 
     def launch(where: tuple[int, ...], stream: int, _kept: object = places) -> bool:
+        where = (*where, *_NO_INDEX)[: len(_FIELDS)]
         low, high = where[3] + out_low, where[3] + out_high
         for place, extent in zip((*where[:3], *where[5:]), extents, strict=True):
             if extent is not None and place + extent[0] < high and low < place + extent[1]:

@@ -217,6 +217,8 @@ class Cupy(DeviceKind):
 
     def native(self, array: DeviceArray) -> Any:
         cupy, owner = self._cupy(), array.owner
+        if not array.size:
+            return self.new(array.shape, array.dtype, array.device)
         if isinstance(owner, cupy.ndarray):
             memory = owner.data + (array.address - owner.data.ptr)
         else:

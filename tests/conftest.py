@@ -77,6 +77,13 @@ class TestedBackend:
         """Whether its kernels run in the emulator: slowly, and only in processes that import this file."""
         return self.name == "cuda" and CUDA_IS_EMULATED
 
+    @property
+    def reproducible(self) -> TestedBackend:
+        """The same where bits depend on nothing but the row, its keys and the options: on CUDA by request."""
+        if self.name != "cuda":
+            return self
+        return TestedBackend(self.id, {**self.kwargs, "batch_invariant": True})
+
     @contextlib.contextmanager
     def chosen(self) -> Iterator[str]:
         """Choose backend and instruction set for functions that take no ``isa=``; the backend's name."""

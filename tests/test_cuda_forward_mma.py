@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pyflash.gpu import _compile, _forward_mma, _plan
+from pyflash.gpu import _choose, _compile, _forward_mma, _plan
 from pyflash.gpu._plan import Problem
 
 H200 = Problem(
@@ -71,12 +71,13 @@ def test_sm_75_has_float16():
 
 def test_sequences_of_few_rows_go_elsewhere():
     problem = H200._replace(packed=True)
-    plan = _forward_mma.plan(problem)
-    assert plan is not None
+    assert _forward_mma.plan(problem) is None
+    plan = _choose.plan(problem)
     assert plan.family == "prefill+decode"
-    (prefill, decode) = (dict(step.fields) for step in plan.steps)
-    assert prefill["min_rows"] == decode["max_rows"] + 1
-    assert _plan.workspace_bytes(problem, plan) == 0
+    prefill, *decode = (dict(step.fields) for step in plan.steps)
+    assert [step.source.name for step in plan.steps] == ["pf_forward_mma", "pf_decode_mma", "pf_combine"]
+    assert all(prefill["min_rows"] == fields["max_rows"] + 1 for fields in decode)
+    assert not plan.steps[0].splits.are_merged
 
 
 def test_heads_share_a_block_when_queries_are_few():
@@ -101,7 +102,7 @@ def test_every_width_fits_everywhere(width, capability, shared):
     for paged in (False, True):
         for final in (False, True):
             tiles = _forward_mma.choose_tiles(
-                width, width, capability, shared, paged=paged, final=final, wide_terms=final
+                width, width, capability, shared, paged=paged, final=final, wide_terms=final, spans=paged
             )
             assert tiles is not None
             needed = _forward_mma.shared_bytes(tiles, width, width, paged=paged, final=final)

@@ -46,6 +46,12 @@ CALLS = {
 }
 
 
+@pytest.fixture
+def backend(backend):
+    """What is promised about bits is promised on CUDA where it is asked for."""
+    return backend.reproducible
+
+
 @once
 def call_of(name: str, dtype: str = "float32") -> Call:
     return CALLS[name](dtype)

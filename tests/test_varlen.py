@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from calls import DTYPE_NAMES, assert_same_bits, dense, once, prefix_sums, run, varlen
+from calls import DTYPE_NAMES, assert_same_bits, dense, once, paged_varlen, prefix_sums, run, varlen
 from oracle import Call, assert_matches
 
 #: name -> (lengths of the queries, lengths of the keys, spec)
@@ -89,3 +89,22 @@ def test_index_arrays_may_differ_in_type(backend):
 def test_one_long_sequence_among_short_ones(backend):
     call = varlen([1, 60, 1, 1], [1200, 60, 3, 700], seed=43, num_heads=4, num_kv_heads=2, causal=True)
     assert_matches(*run(call, backend), call)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("num_splits", [None, 3])
+def test_few_and_many_rows_in_one_call(backend, dtype, num_splits):
+    """Prompts beside single tokens over many keys: each family leaves the rows of the other alone."""
+    call = varlen(
+        [1, 0, 60, 3, 9],
+        [900, 7, 60, 1130, 20],
+        seed=71,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=64,
+        dtype=dtype,
+        causal=True,
+        num_splits=num_splits,
+    )
+    assert_matches(*run(call, backend), call)
+    assert_matches(*run(paged_varlen(call, 16), backend), paged_varlen(call, 16))

@@ -158,13 +158,12 @@ PF_DEVICE void pf_load_queries(const pf_call &call, const pf_sequence &s, int64_
                                int num_rows, pf_real *numbers) {
     typedef pf_shares<PF_DIM> shares;
     const int lane = threadIdx.x % shares::LANES, dims = (int)call.head_dim;
-    pf_real factor = 1;
-    if (call.q_scale.data)
-        factor =
-            (pf_real)pf_number_at(call.q_scale, s.index * call.q_scale.stride_batch +
-                                                    pf_quotient(head, s.group) * call.q_scale.stride_head);
     for (int row = threadIdx.x / shares::LANES; row < PF_ROWS; row += shares::ROWS) {
         const char *from = pf_place(call.q, pf_query_offset(call.q, s, head, first + row));
+        pf_real factor = 1;
+        if (call.q_scale.data && row < num_rows)
+            factor = (pf_real)((const float *)
+                                   call.q_scale.data)[pf_query_offset(call.q_scale, s, head, first + row)];
 #pragma unroll
         for (int i = 0; i < shares::VECTORS; i++) {
             const int d = (lane + i * shares::LANES) * PF_VEC;

@@ -16,9 +16,13 @@ PF_DEVICE double pf_max_of(double a, double b) {
     return fmax(a, b);
 }
 
-/* e^t for t <= 0; -inf gives 0, NaN stays. */
+/* e^t for t <= 0; -inf gives 0, NaN stays. What rounding takes from t log2(e) is put back: for t far below 0
+ * it would show. */
 PF_DEVICE float pf_weight(float t) {
-    return pf_exp2(t * (float)PF_LOG2_E);
+    const float factor = (float)PF_LOG2_E, y = t * factor;
+    const float lost = t < -150.0f ? 0 : fmaf(t, factor, -y) + t * 1.92596299e-8f;
+    const float p = pf_exp2(y);
+    return fmaf(p, lost * (float)PF_LN_2, p);
 }
 
 PF_DEVICE double pf_weight(double t) {
