@@ -34,7 +34,7 @@ generate: $(VENV)/.extra-generate $(VENV)/.model ## let a language model answer 
 test: $(VENV)/.extra-test $(VENV)/.model ## run the tests (ARGS="-k name" picks)
 	$(BIN)/pytest --numprocesses=$(JOBS) $(ARGS)
 
-test-long: $(VENV)/.extra-test $(VENV)/.model ## run the exhaustive tests: sweeps, thousands of random calls
+test-long: $(VENV)/.extra-test $(VENV)/.extra-cuda13 $(VENV)/.model ## run the exhaustive tests: sweeps, all CUDA variants
 	$(BIN)/pytest --numprocesses=$(JOBS) -m long $(ARGS)
 
 bench: $(VENV)/.extra-bench ## time every workload beside the peers (ARGS="-k prefill --isa avx2")

@@ -290,7 +290,7 @@ def variants() -> Iterator[Variant]:
         *(({"kv_dtype": name, "scaled": True}, 0) for name, bits in _BITS.items() if bits < 16),
     ]
     for capability, shared_bytes in ((75, 65536), (80, 166912), (90, 232448)):
-        for change, spill_bytes in changes:
+        for number, (change, spill_bytes) in enumerate(changes):
             shape = shape_of(usual._replace(capability=capability, shared_bytes=shared_bytes, **change))
             if shape is not None:
-                yield Variant(shape.source, (capability,), spill_bytes)
+                yield Variant(shape.source, (capability,), spill_bytes, is_common=number < 3)

@@ -220,7 +220,10 @@ def variants() -> Iterator[Variant]:
         )  # fmt: skip
         smallest = shared_bytes(tile, real, dim, dim, paged=paged, scaled=scaled, spans=spans) + _STATIC_BYTES
         architectures = tuple(sm for sm, limit in _SHARED_BYTES.items() if smallest <= limit)
-        return Variant(Source("forward_fma.cu", "pf_forward_fma", defines), architectures, _SPILL_BYTES)
+        common = dim == 128 and vector and not (paged or terms) and fold
+        return Variant(
+            Source("forward_fma.cu", "pf_forward_fma", defines), architectures, _SPILL_BYTES, common
+        )
 
     for real, classes in TILES.items():
         same = "float64" if real == "double" else "float32"

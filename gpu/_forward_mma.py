@@ -255,7 +255,8 @@ def variants() -> Iterator[Variant]:
                 assert tiles is not None
                 source = _source(tiles, width, width_v, bfloat16=capability >= 80, **option)  # type: ignore[arg-type]
                 few = max(width, width_v) <= 128 and not terms
-                yield Variant(source, (capability,), _FEW_SPILLS if few else _MANY_SPILLS)
+                common = width == width_v and width in (64, 128) and option in ({}, {"spans": 1})
+                yield Variant(source, (capability,), _FEW_SPILLS if few else _MANY_SPILLS, common)
     float16 = choose_tiles(
         128, 128, 90, _ARCHITECTURES[90], paged=False, final=False, wide_terms=False, spans=False
     )

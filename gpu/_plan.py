@@ -126,6 +126,7 @@ class Variant(NamedTuple):
     source: Source
     architectures: tuple[int, ...]  # capabilities that it is for
     spill_bytes: int = 0  # most that it may spill
+    is_common: bool = False  # one of those that plain calls use
 
 
 def term_bits(problem: Problem) -> int:
@@ -250,4 +251,4 @@ def variants() -> Iterator[Variant]:
         for file, name in (("generic.cu", "pf_generic"), ("combine.cu", "pf_combine")):
             defines = (("PF_REAL", real), ("PF_TERMS", str(everything)))
             # Right first: these keep more at hand than there are registers.
-            yield Variant(Source(file, name, defines), (), spill_bytes=2048)
+            yield Variant(Source(file, name, defines), (), spill_bytes=2048, is_common=real == "float")

@@ -1,13 +1,14 @@
 """Every CUDA kernel compiles for its architectures, by NVRTC without a GPU, and as well as it has to.
 
-The normal run compiles each variant once, and one variant of each file for each other architecture;
-``-m long`` all of them. What the compiler said is kept in build/nvrtc: a text compiles once.
+The normal run compiles the variants of plain calls, and a set that covers the architectures; ``-m long``
+all of them. What the compiler said is kept in build/nvrtc: a text compiles once.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import re
 import warnings
 from collections.abc import Iterator
@@ -58,15 +59,26 @@ def capabilities(variant: _plan.Variant) -> list[int]:
 
 
 def cases() -> Iterator[tuple[Case, bool]]:
-    """Every case, and whether it belongs to the normal run."""
+    """Every case, and whether it belongs to the normal run.
+
+    That has the variants of plain calls on the usual architecture; of each kernel one for another architecture, a
+    different one from kernel to kernel; and where code differs between architectures, one for each.
+    """
+    own_code = {(v.source.name, v.architectures) for v in _choose.variants() if v.architectures}
+    differing = {name for name, _ in own_code if sum(name == other for other, _ in own_code) > 1}
+    turn = itertools.cycle(c for c in ARCHITECTURES if c != USUAL)
+    others: dict[str, int] = {}
     covered: set[tuple[str, int]] = set()
     for variant in _choose.variants():
-        own = capabilities(variant)
-        usual = USUAL if USUAL in own else own[-1]
-        for capability in own:
-            place = variant.source.name, capability
-            yield Case(variant, capability), capability == usual or place not in covered
-            covered.add(place)
+        name = variant.source.name
+        if name not in others:
+            others[name] = next(turn)
+        for capability in capabilities(variant):
+            first = (name, capability) not in covered
+            covered.add((name, capability))
+            is_own = name in differing or capability in (USUAL, others[name])
+            plain = variant.is_common and capability == USUAL
+            yield Case(variant, capability), plain or (first and is_own)
 
 
 def parameters() -> list[object]:

@@ -1,5 +1,5 @@
-/* One attention call as the kernels get it: a single struct by value. gpu/_launch.py packs it; a test holds
- * the two lists of fields together. Strides count elements; a missing array is a null pointer. What lay in
+/* One attention call as the kernels get it: a single struct by value. gpu/_launch.py packs it, and reads its
+ * layout here. Strides count elements; a missing array is a null pointer. What lay in
  * host memory has been checked; what lies on the device is bounded in sequence.cuh. */
 #ifndef PF_CALL_CUH
 #define PF_CALL_CUH
