@@ -17,7 +17,6 @@ from pathlib import Path
 import pytest
 from emulator import Platform
 from emulator._toolchain import HEADERS, HERE
-
 from pyflash.gpu import _choose, _compile, _device, _plan
 
 KEPT = Path(__file__).resolve().parents[1] / "build" / "nvrtc"
@@ -61,8 +60,8 @@ def capabilities(variant: _plan.Variant) -> list[int]:
 def cases() -> Iterator[tuple[Case, bool]]:
     """Every case, and whether it belongs to the normal run.
 
-    That has the variants of plain calls on the usual architecture; of each kernel one for another architecture, a
-    different one from kernel to kernel; and where code differs between architectures, one for each.
+    That has the variants of plain calls on the usual architecture; of each kernel one for another
+    architecture, a different one from kernel to kernel; and one each where code differs between them.
     """
     own_code = {(v.source.name, v.architectures) for v in _choose.variants() if v.architectures}
     differing = {name for name, _ in own_code if sum(name == other for other, _ in own_code) > 1}
