@@ -100,8 +100,8 @@ PF_DEVICE unsigned pf_finish_scores(const pf_call &call, const pf_sequence &s, i
 /* --- the end --- */
 
 template <int TYPE> PF_DEVICE void pf_store_vector(char *to, const pf_vector<PF_DIM_VEC> &x) {
-    if (TYPE == PF_F32 || TYPE == PF_F64) {
-        if (sizeof(pf_real) == pf_dtype_size(TYPE))
+    if constexpr (TYPE == PF_F32 || TYPE == PF_F64) {
+        if constexpr ((sizeof(pf_real) == 8) == (TYPE == PF_F64))
             *(pf_vector<PF_DIM_VEC> *)to = x;
         else
 #pragma unroll
