@@ -359,6 +359,20 @@ static_assert(PF_QUERY_BYTES + PF_FACTOR_BYTES + PF_EXCHANGE_BYTES +
                   PF_SHARED_BYTES,
               "the plan gives less shared memory than this takes");
 
+/* Rows of a sequence whose indices cannot be: every row_blocks-th block from this one, since there may be
+ * more rows than the call has blocks for. Kept out of the kernel's registers. */
+static __device__ __noinline__ void pf_store_bad_rows(const pf_call &call, int64_t sequence, int64_t kv_head,
+                                                      int64_t first_row) {
+    const pf_sequence s = pf_get_sequence(call, sequence);
+    const int64_t num_rows = s.num_queries * s.group, step = call.row_blocks * PF_ROWS;
+    for (int64_t first = first_row; first < num_rows; first += step)
+        for (int64_t row = first + threadIdx.x / 32; row < pf_min(first + PF_ROWS, num_rows);
+             row += PF_WARPS) {
+            const int64_t i = pf_quotient(row, s.group);
+            pf_store_bad_row(call, s, kv_head * s.group + row - i * s.group, i);
+        }
+}
+
 extern "C" __global__ void __launch_bounds__(32 * PF_WARPS, PF_BLOCKS_PER_SM)
     pf_decode_mma(const __grid_constant__ pf_call call) {
     PF_DYNAMIC_SHARED(shared);
@@ -444,13 +458,8 @@ extern "C" __global__ void __launch_bounds__(32 * PF_WARPS, PF_BLOCKS_PER_SM)
     pf_lay_out_states(states, state);
     const bool bad = !call.partial && pf_find_bad(call, s);
     __syncthreads();
-    if (bad) { /* there may be more rows than the call has blocks for */
-        const int64_t step = call.row_blocks * PF_ROWS;
-        for (int64_t rows_at = first_row; rows_at < num_rows; rows_at += step)
-            for (int r = threadIdx.x / 32; r < PF_ROWS && rows_at + r < num_rows; r += PF_WARPS) {
-                const int64_t i = pf_quotient(rows_at + r, s.group);
-                pf_store_bad_row(call, s, item.head * s.group + rows_at + r - i * s.group, i);
-            }
+    if (bad) {
+        pf_store_bad_rows(call, item.sequence, item.head, first_row);
         return;
     }
     for (int r = threadIdx.x / 32; r < PF_ROWS && first_row + r < num_rows; r += PF_WARPS) {
