@@ -1,4 +1,4 @@
-"""What the decode kernel of the matrix unit must not make of float16, of shared rows and of bad indices."""
+"""Corners of the CUDA kernels: float16 in decode, shared rows, trees and bad lengths on the GPU."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import pytest
 from calls import dense, explain, normal, on_device, on_host, quantised, run, varlen
 from conftest import available
 from oracle import Call, assert_matches
+from oracle_terms import ancestors
+from terms import parents
 
 import pyflash
 
@@ -107,3 +109,17 @@ def test_more_queries_than_announced(dtype, seqlens_q, max_seqlen_q):
     for lo, hi in ((0, seqlens_q[0]), (seqlens_q[0], sum(seqlens_q))):
         is_bad = hi - lo > max_seqlen_q
         assert (np.isnan(rows[lo:hi]) == is_bad).all() and (np.isnan(lse[:, lo:hi]) == is_bad).all()
+
+
+@pytest.mark.parametrize("as_parents", [True, False])
+@pytest.mark.parametrize(("seqlen_q", "dtype"), [(5, "float16"), (30, "float16"), (30, "float32")])
+def test_a_tree_on_the_gpu(seqlen_q, dtype, as_parents):
+    """As parents it has indices that may be bad, as a mask it has none."""
+    call = dense(815, seqlen_q=seqlen_q, seqlen_kv=40, num_heads=4, num_kv_heads=2, head_dim=64, dtype=dtype)
+    tree = parents(2, 5, 816)
+    call = call.but(causal=True, tree=tree if as_parents else np.stack([ancestors(one) for one in tree]))
+    options = {**call.options, "tree": on_device(call.options["tree"])}
+    out, lse = pyflash.flash_attention(
+        *map(on_device, call.arrays.values()), **options, return_lse=True, backend="cuda"
+    )
+    assert_matches(on_host(out), on_host(lse), call)
