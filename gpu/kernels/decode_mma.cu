@@ -158,31 +158,38 @@ PF_DEVICE void pf_weigh(const pf_call &call, const pf_sequence &s, const pf_stre
     }
 }
 
-/* Scales of values go into the weights, but for a power of two that keeps these within float16. Returns it.
- */
-PF_DEVICE float pf_scale_weights(const float *v_scale, float (&weight)[PF_KEY_BLOCKS][4]) {
-    if (!PF_SCALED || !v_scale)
-        return 1;
+/* Scales of values go into the weights, but for a power of two that keeps these within float16; scales of
+ * keys that a row does not see have no part in it. `factor` is what sums are to be multiplied by. */
+PF_DEVICE void pf_scale_weights(const float *v_scale, float (&weight)[PF_KEY_BLOCKS][4],
+                                float (&factor)[PF_LANE_ROWS]) {
     const int t = threadIdx.x % 4;
-    float scale[PF_KEY_BLOCKS][2], most = 0;
+    float scale[PF_KEY_BLOCKS][2];
 #pragma unroll
     for (int block = 0; block < PF_KEY_BLOCKS; block++)
 #pragma unroll
-        for (int c = 0; c < 2; c++) {
+        for (int c = 0; c < 2; c++)
             scale[block][c] = pf_checked_scale(v_scale[8 * block + 2 * t + c]);
-            most = fmaxf(most, fabsf(scale[block][c]));
-        }
-    most = fmaxf(most, __shfl_xor_sync(PF_WARP_ALL, most, 1));
-    most = fmaxf(most, __shfl_xor_sync(PF_WARP_ALL, most, 2));
-    /* Both the power and its inverse are normal numbers. */
-    const uint32_t power = min(max(__float_as_uint(most) & 0x7f800000u, 0x00800000u), 0x7e000000u);
-    const float inverse = __uint_as_float(0x7f000000u - power);
 #pragma unroll
-    for (int block = 0; block < PF_KEY_BLOCKS; block++)
+    for (int r = 0; r < PF_LANE_ROWS; r++) {
+        float most = 0;
 #pragma unroll
-        for (int i = 0; i < 2 * PF_LANE_ROWS; i++)
-            weight[block][i] *= scale[block][i % 2] * inverse;
-    return __uint_as_float(power);
+        for (int block = 0; block < PF_KEY_BLOCKS; block++)
+#pragma unroll
+            for (int c = 0; c < 2; c++)
+                if (weight[block][2 * r + c] != 0)
+                    most = fmaxf(most, fabsf(scale[block][c]));
+        most = fmaxf(most, __shfl_xor_sync(PF_WARP_ALL, most, 1));
+        most = fmaxf(most, __shfl_xor_sync(PF_WARP_ALL, most, 2));
+        const uint32_t power = pf_power_below(most);
+        const float inverse = __uint_as_float(0x7f000000u - power);
+#pragma unroll
+        for (int block = 0; block < PF_KEY_BLOCKS; block++)
+#pragma unroll
+            for (int c = 0; c < 2; c++)
+                /* In this order a weight of 0 stays 0 beside any scale that is a number. */
+                weight[block][2 * r + c] = weight[block][2 * r + c] * inverse * scale[block][c];
+        factor[r] = __uint_as_float(power);
+    }
 }
 
 /* The sums of what the warps of a team have, in their order; the exchange is free again after the next
@@ -257,8 +264,12 @@ PF_DEVICE void pf_attend(const pf_call &call, const pf_sequence &s, const pf_str
         pf_weigh<true>(call, s, stream, rows, first, k_scale, score, state, alpha);
     else
         pf_weigh<false>(call, s, stream, rows, first, k_scale, score, state, alpha);
-    const float value_factor =
-        PF_CODE_FACTOR * pf_scale_weights(call.v_scale.data ? scales + PF_KEYS : nullptr, score);
+    float value_factor[PF_LANE_ROWS];
+#pragma unroll
+    for (int r = 0; r < PF_LANE_ROWS; r++)
+        value_factor[r] = 1;
+    if (PF_SCALED && call.v_scale.data)
+        pf_scale_weights(scales + PF_KEYS, score, value_factor);
     uint32_t p[PF_KEYS / 16][PF_HALVES][4];
 #pragma unroll
     for (int i = 0; i < PF_KEYS / 16; i++)
@@ -298,7 +309,7 @@ PF_DEVICE void pf_attend(const pf_call &call, const pf_sequence &s, const pf_str
             for (int i = 0; i < 2 * PF_LANE_ROWS; i++) {
                 float &o = state.o[PF_VALUE_BLOCKS * group + block][i];
                 if constexpr (PF_HAS_VALUE_FACTOR)
-                    o = fmaf(sums[block][i], value_factor, o * alpha[i / 2]);
+                    o = fmaf(sums[block][i], PF_CODE_FACTOR * value_factor[i / 2], o * alpha[i / 2]);
                 else
                     o = fmaf(o, alpha[i / 2], sums[block][i]);
             }
@@ -335,8 +346,10 @@ PF_DEVICE int64_t pf_place_in_keys(const pf_call &call) {
     const int64_t distance = (const char *)call.v.data - (const char *)call.k.data;
     const bool same = call.k.stride_batch == call.v.stride_batch &&
                       call.k.stride_token == call.v.stride_token && call.k.stride_head == call.v.stride_head;
-    return same && distance >= 0 && distance % 16 == 0 && distance + 2 * PF_V_DIM <= 2 * PF_K_DIM ? distance
-                                                                                                  : -1;
+    /* Past the last dim of a key its place in shared memory is zeros. */
+    const bool inside = distance >= 0 && distance + 2 * PF_HEAD_DIM_V <= 2 * PF_HEAD_DIM &&
+                        distance + 2 * PF_V_DIM <= 2 * PF_K_DIM;
+    return same && inside && distance % 16 == 0 ? distance : -1;
 }
 
 constexpr int PF_STATE_BYTES = 4 * PF_NUM_STREAMS * PF_ROWS * (PF_STATE_ROW + 2);
@@ -345,6 +358,20 @@ static_assert(PF_QUERY_BYTES + PF_FACTOR_BYTES + PF_EXCHANGE_BYTES +
                       (PF_RING_BYTES > PF_STATE_BYTES ? PF_RING_BYTES : PF_STATE_BYTES) <=
                   PF_SHARED_BYTES,
               "the plan gives less shared memory than this takes");
+
+/* Rows of a sequence whose indices cannot be: every row_blocks-th block from this one, since there may be
+ * more rows than the call has blocks for. Kept out of the kernel's registers. */
+static __device__ __noinline__ void pf_store_bad_rows(const pf_call &call, int64_t sequence, int64_t kv_head,
+                                                      int64_t first_row) {
+    const pf_sequence s = pf_get_sequence(call, sequence);
+    const int64_t num_rows = s.num_queries * s.group, step = call.row_blocks * PF_ROWS;
+    for (int64_t first = first_row; first < num_rows; first += step)
+        for (int64_t row = first + threadIdx.x / 32; row < pf_min(first + PF_ROWS, num_rows);
+             row += PF_WARPS) {
+            const int64_t i = pf_quotient(row, s.group);
+            pf_store_bad_row(call, s, kv_head * s.group + row - i * s.group, i);
+        }
+}
 
 extern "C" __global__ void __launch_bounds__(32 * PF_WARPS, PF_BLOCKS_PER_SM)
     pf_decode_mma(const __grid_constant__ pf_call call) {
@@ -431,12 +458,13 @@ extern "C" __global__ void __launch_bounds__(32 * PF_WARPS, PF_BLOCKS_PER_SM)
     pf_lay_out_states(states, state);
     const bool bad = !call.partial && pf_find_bad(call, s);
     __syncthreads();
+    if (bad) {
+        pf_store_bad_rows(call, item.sequence, item.head, first_row);
+        return;
+    }
     for (int r = threadIdx.x / 32; r < PF_ROWS && first_row + r < num_rows; r += PF_WARPS) {
         const int64_t i = pf_quotient(first_row + r, s.group);
         const int64_t head = item.head * s.group + first_row + r - i * s.group;
-        if (bad)
-            pf_store_bad_row(call, s, head, i);
-        else
-            pf_merge_row(call, s, states, r, head, i, item.split);
+        pf_merge_row(call, s, states, r, head, i, item.split);
     }
 }

@@ -258,8 +258,17 @@ PF_DEVICE const char *pf_query_row(const pf_call &call, const pf_sequence &s, in
     return pf_place(call.q, pf_query_offset(call.q, s, kv_head * s.group + row - i * s.group, i));
 }
 
+/* The bits of a power of two that brings `most`, divided by it, near the end of float16, from where that has
+ * 38 powers of two below; bfloat16 has as many anyway. The power and its inverse are normal numbers. */
+PF_DEVICE uint32_t pf_power_below(float most) {
+    constexpr uint32_t headroom = PF_MMA_BF16 ? 0 : 14u << 23;
+    const uint32_t power = max(__float_as_uint(most) & 0x7f800000u, headroom + 0x00800000u);
+    return min(power - headroom, 0x7e000000u);
+}
+
 /* Queries as fragments in shared memory. Where exponents get fewer, a row is multiplied by a power of two
- * that brings its largest element near 1; `factors` are their inverses. All threads of the block. */
+ * that brings its largest element near the end of float16; `factors` are their inverses. All threads of the
+ * block. */
 PF_DEVICE void pf_lay_out_queries(const pf_call &call, const pf_sequence &s, int64_t kv_head,
                                   int64_t first_row, int64_t num_rows, uint4 *queries, float *factors) {
     const int lane = threadIdx.x % 32;
@@ -271,8 +280,7 @@ PF_DEVICE void pf_lay_out_queries(const pf_call &call, const pf_sequence &s, int
                 most = fmaxf(most, fabsf(pf_query_element(call, row, d)));
             most = pf_warp_max(most);
             if (lane == 0)
-                factors[r] =
-                    __uint_as_float(min(max(__float_as_uint(most) & 0x7f800000u, 0x00800000u), 0x7e000000u));
+                factors[r] = __uint_as_float(pf_power_below(most));
         }
         __syncthreads();
     }

@@ -236,10 +236,10 @@ extern "C" __global__ void __launch_bounds__(PF_THREADS, PF_MIN_BLOCKS)
     }
     const pf_sequence &s = block.s;
     const int warp = threadIdx.x / 32;
-    if (pf_find_bad(call, s)) {
-        const int64_t warp_first = block.first + warp * PF_WARP_ROWS;
-        for (int64_t row = warp_first; row < pf_min(warp_first + PF_WARP_ROWS, block.num_rows); row++)
-            if (!call.partial)
+    if (pf_find_bad(call, s)) { /* there may be more rows than the call has blocks for */
+        const int64_t step = call.row_blocks * PF_ROWS;
+        for (int64_t at = block.first; !call.partial && at < block.num_rows; at += step)
+            for (int64_t row = at + warp; row < pf_min(at + PF_ROWS, block.num_rows); row += PF_WARPS)
                 pf_store_bad_row(call, s, pf_head_of(block, row), pf_query_of(block, row));
         return;
     }

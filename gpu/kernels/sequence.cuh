@@ -165,7 +165,7 @@ PF_DEVICE bool pf_find_bad(const pf_call &call, const pf_sequence &s) {
     if (call.unchecked & PF_UNCHECKED_SPANS)
         for (int64_t i = 1 + threadIdx.x; i < s.num_queries; i += blockDim.x)
             bad |= pf_falls(s.mask.lo, i) || pf_falls(s.mask.hi, i);
-    if (call.unchecked & PF_UNCHECKED_TREE)
+    if ((call.unchecked & PF_UNCHECKED_TREE) && call.tree_kind == PF_TREE_PARENTS) /* bytes cannot be bad */
         for (int64_t i = threadIdx.x; i < call.num_draft; i += blockDim.x) {
             const int64_t parent = pf_parent_of(call, s.index, i);
             bad |= parent < -1 || parent >= i;
