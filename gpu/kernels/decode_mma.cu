@@ -13,10 +13,11 @@
 #include "decode_merge.cuh"
 
 PF_DEVICE void pf_multiply(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
-    if constexpr (PF_MMA_BF16)
-        pf_mma_bf16(d, a, b);
-    else
-        pf_mma_f16(d, a, b);
+#if PF_MMA_BF16 /* no name of an instruction that an architecture lacks */
+    pf_mma_bf16(d, a, b);
+#else
+    pf_mma_f16(d, a, b);
+#endif
 }
 
 /* The rows of a lane. */
