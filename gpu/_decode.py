@@ -280,7 +280,7 @@ def variants() -> Iterator[Variant]:
         ({"num_heads": 16}, 0),
         ({"page_size": 16}, 0),
         ({"page_size": 24, "num_heads": 16}, 0),
-        ({"terms": everything, "num_heads": 16}, 0),
+        ({"terms": everything, "num_heads": 16}, 64),
         ({"head_dim": 64, "head_dim_v": 64}, 0),
         ({"head_dim": 256, "head_dim_v": 256}, 64),
         ({"head_dim": 256, "head_dim_v": 256, "num_heads": 16}, 128),

@@ -38,6 +38,11 @@ class Places(_launch.Places):
             found = self._kept[id(array)] = array, memory.address, strides, memory
         return found[1:3]
 
+    @property
+    def has_copies(self) -> bool:
+        """Whether there are copies of arrays of the host."""
+        return bool(self._kept)
+
     def _upload(self, array: Array) -> _device.Memory:
         if self.device.is_capturing(self.stream):
             raise unsupported(

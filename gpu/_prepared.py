@@ -104,13 +104,15 @@ def repeat(
     index = [getattr(args, name) for name in INDEX_NAMES]
     if any(x is not None and not isinstance(x, DeviceArray) for x in index):
         return None  # it is checked and copied by every call
-    # Copies of small arrays of the host stay: they have to be there before another stream reads them.
-    device.download(0, np.empty(0, np.uint8), stream)
+    # Copies of small arrays of the host stay; on another stream they might not be there yet.
+    of_this_stream = stream if places.has_copies else None
     read = [args.q, args.k, args.v, *index]
     extents = [None if x is None else _extent(x) for x in read]
     out_low, out_high = _extent(args.out)
 
     def launch(where: tuple[int, ...], stream: int, _kept: object = places) -> bool:
+        if of_this_stream not in (None, stream):
+            return False
         where = (*where, *_NO_INDEX)[: len(_FIELDS)]
         low, high = where[3] + out_low, where[3] + out_high
         for place, extent in zip((*where[:3], *where[5:]), extents, strict=True):

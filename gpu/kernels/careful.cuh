@@ -70,10 +70,14 @@ PF_DEVICE pf_real pf_product(const pf_call &call, const pf_sequence &s, const pf
     const char *query = pf_place(call.q, pf_query_offset(call.q, s, q.head, q.i));
     const char *key = pf_key_row(call, call.k, s, q.kv_head, j);
     const pf_real scale = pf_scale_at(call, call.k_scale, s, q.kv_head, j);
-    pf_real sum = 0;
-    for (int64_t d = 0; d < call.head_dim; d++)
-        sum += pf_element(query, PF_TYPE_OF_Q(call), call.q.stride_dim, d) *
-               (scale * pf_element(key, PF_TYPE_OF_KV(call), call.k.stride_dim, d));
+    pf_real sums[4] = {0, 0, 0, 0}; /* shorter chains: where scores are large, what they round would show */
+    for (int64_t first = 0; first < call.head_dim; first += 4)
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            if (first + i < call.head_dim)
+                sums[i] += pf_element(query, PF_TYPE_OF_Q(call), call.q.stride_dim, first + i) *
+                           (scale * pf_element(key, PF_TYPE_OF_KV(call), call.k.stride_dim, first + i));
+    pf_real sum = (sums[0] + sums[1]) + (sums[2] + sums[3]);
     if (call.q_scale.data)
         sum *= (pf_real)((const float *)call.q_scale.data)[pf_query_offset(call.q_scale, s, q.head, q.i)];
     return sum;

@@ -171,15 +171,15 @@ PF_DEVICE unsigned pf_store_rows(const pf_call &call, const pf_sequence &s, int6
 #pragma unroll
             for (int e = 0; e < PF_DIM_VEC; e++)
                 x.x[e] = rows.o[r][c + e];
-            if (PF_VECTOR) {
+            if constexpr (PF_VECTOR) {
                 if (d < call.head_dim_v)
                     pf_store_vector<PF_OUT_TYPE>(out + d * pf_dtype_size(PF_OUT_TYPE), x);
-                continue;
-            }
+            } else {
 #pragma unroll
-            for (int e = 0; e < PF_DIM_VEC; e++)
-                if (d + e < call.head_dim_v)
-                    pf_set_element(out, PF_OUT_TYPE, (d + e) * call.out.stride_dim, x.x[e]);
+                for (int e = 0; e < PF_DIM_VEC; e++)
+                    if (d + e < call.head_dim_v)
+                        pf_set_element(out, PF_OUT_TYPE, (d + e) * call.out.stride_dim, x.x[e]);
+            }
         }
     }
     if (column < PF_THREAD_ROWS && row + column < num_rows && !(broken >> column & 1))
