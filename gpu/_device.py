@@ -21,6 +21,10 @@ MIN_CAPABILITY = 75
 _INSTALL = "pip install 'pyflash-attention[cuda13]', or [cuda12] for drivers of CUDA 12"
 
 
+#: Numbers that stand for the default stream.
+_DEFAULT_STREAMS = (0, 1)
+
+
 class Memory(Protocol):
     """Device memory; freed with the object."""
 
@@ -129,6 +133,8 @@ class _CupyDevice:
 
         self._cupy, self._runtime = cupy, cupy.cuda.runtime
         self._driver = _driver_library()
+        #: What graphs use as often as they are replayed. It stays: nobody says when a graph ends.
+        self._captured: dict[int, Any] = {}
         self.index = index
         with self.current():
             self._runtime.free(0)  # makes the device's context
@@ -176,11 +182,20 @@ class _CupyDevice:
             status = self._driver.cuLaunchKernel(
                 kernel.handle, *grid, threads, 1, 1, shared_bytes, ctypes.c_void_p(stream), parameters, None
             )
+            if self._captures(stream):
+                self._captured[id(kernel)] = kernel
         _check(self._driver, status, "launch a kernel of pyflash")
 
     def allocate(self, num_bytes: int, stream: int) -> _CupyMemory:
         with self.current(), self._stream(stream):
-            return _CupyMemory(self._cupy.cuda.alloc(num_bytes))
+            memory = _CupyMemory(self._cupy.cuda.alloc(num_bytes))
+            if self._captures(stream):
+                self._captured[id(memory)] = memory
+        return memory
+
+    def _captures(self, stream: int) -> bool:
+        # The default stream can't be captured, and must not be asked while another one is.
+        return stream not in _DEFAULT_STREAMS and bool(self._runtime.streamIsCapturing(stream))
 
     def upload(self, array: Array, stream: int) -> _CupyMemory:
         memory = self.allocate(array.nbytes, stream)
@@ -202,7 +217,7 @@ class _CupyDevice:
 
     def is_capturing(self, stream: int) -> bool:
         with self.current():
-            return bool(self._runtime.streamIsCapturing(stream))
+            return self._captures(stream)
 
     def wait_for(self, stream: int, other: int) -> None:
         with self.current():

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 from emulator import Platform
 from emulator._toolchain import HEADERS, HERE
+
 from pyflash.gpu import _choose, _compile, _device, _plan
 
 KEPT = Path(__file__).resolve().parents[1] / "build" / "nvrtc"
