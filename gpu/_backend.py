@@ -6,7 +6,8 @@ is taken only for what the caller did not provide.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from .. import _arrays
@@ -130,8 +131,9 @@ class CudaBackend:
         elif needed:
             memory = device.allocate(needed, stream)
             workspace = memory.address
-        _compile.warm_up(device, [step.source for step in plan.steps])
-        prepared = [_prepared.prepare(device, step, call) for step in plan.steps]
+        with _naming_expressions(args):
+            _compile.warm_up(device, [step.source for step in plan.steps])
+            prepared = [_prepared.prepare(device, step, call) for step in plan.steps]
         for launch in prepared:
             launch.put(device, stream, workspace)
         places.fetch()
@@ -153,7 +155,8 @@ class CudaBackend:
         """Fill the results in `args` that are not None."""
         device, stream = self._device_of(args.attention.q, (*args.attention, *args))
         problem = self._problem(args.attention, device)
-        _operations.attention_stats(device, stream, _places.Places(device, stream), args, problem)
+        with _naming_expressions(args.attention):
+            _operations.attention_stats(device, stream, _places.Places(device, stream), args, problem)
 
     def explain(self, args: AttentionArgs) -> Explanation:
         """Say what `attention` would do, without doing it."""
@@ -191,6 +194,20 @@ def report() -> list[tuple[str, str]]:
     folder = _compile.cache_folder()
     kept = f"kept in {folder}" if folder else "not kept: PYFLASH_CACHE_DIR is empty"
     return [*_device.platform.report(), ("compiled kernels", kept)]
+
+
+@contextlib.contextmanager
+def _naming_expressions(args: AttentionArgs) -> Iterator[None]:
+    """Say of a kernel that does not compile with expressions of the caller that it is for them."""
+    try:
+        yield
+    except _compile.CompileError as error:
+        for name in ("score_mod", "mask_mod"):
+            if (expression := getattr(args, name)) is not None:
+                words = [line.strip() for line in str(error).splitlines() if "error" in line]
+                reason = words[-1] if words else str(error)
+                raise invalid(name, repr(expression), f"a C++ expression that compiles ({reason})") from None
+        raise
 
 
 def _tiles(args: AttentionArgs, plan: _plan.Plan) -> tuple[int, int, tuple[str, ...]]:

@@ -44,6 +44,10 @@ _INCLUDE = re.compile(r'^[ \t]*#include[ \t]*["<]([^">]+)[">].*$', re.MULTILINE)
 CAPACITY = 256
 
 
+class CompileError(RuntimeError):
+    """A source is wrong; the message is the compiler's."""
+
+
 class Source(NamedTuple):
     """What makes a kernel."""
 
@@ -114,7 +118,7 @@ def compile_cubin(source_text: str, options: tuple[str, ...], architecture: str)
 
     Raises
     ------
-    RuntimeError
+    CompileError
         The source is wrong; the message is the compiler's.
     """
     from cupy.cuda import nvrtc
@@ -127,7 +131,7 @@ def compile_cubin(source_text: str, options: tuple[str, ...], architecture: str)
         return nvrtc.getCUBIN(program), nvrtc.getProgramLog(program)
     except nvrtc.NVRTCError as error:
         log = nvrtc.getProgramLog(program)
-        raise RuntimeError(f"a kernel of pyflash does not compile ({error}):\n{log}") from None
+        raise CompileError(f"a kernel of pyflash does not compile ({error}):\n{log}") from None
     finally:
         nvrtc.destroyProgram(program)
 

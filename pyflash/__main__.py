@@ -48,7 +48,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="pyflash", description="Exact FlashAttention for NumPy on CPUs.")
+    parser = argparse.ArgumentParser(
+        prog="pyflash", description="Exact FlashAttention on CPUs and NVIDIA GPUs."
+    )
     parser.add_argument("--version", action="version", version=f"pyflash {pyflash.__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 

@@ -256,3 +256,15 @@ def test_pointers_of_another_signature_and_to_nothing_are_refused(any_isa, name)
         words = str(caught.value)
         assert words.startswith(f"{name}: found {found}")
         assert words.endswith(f", expected a C function {SIGNATURES[name]}")
+
+
+@pytest.mark.parametrize("name", ["score_mod", "mask_mod"])
+@pytest.mark.parametrize("expression", ["no_such_name + 1", "1 +", "key // 2"])
+def test_an_expression_that_does_not_compile_is_named(any_isa, name, expression):
+    if any_isa.name != "cuda":
+        pytest.skip("takes no expressions")
+    with pytest.raises(pyflash.InvalidArgument) as caught:
+        pyflash.flash_attention(*dense(510).arrays.values(), **{name: expression}, **any_isa.kwargs)
+    assert str(caught.value).startswith(
+        f"{name}: found {expression!r}, expected a C++ expression that compiles ("
+    )

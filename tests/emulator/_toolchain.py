@@ -11,6 +11,8 @@ import shutil
 import subprocess
 from pathlib import Path
 
+from pyflash.gpu import _compile
+
 HERE = Path(__file__).resolve().parent
 CACHE = HERE.parents[1] / "build" / "emulator"
 HEADERS = ("cuda_on_host.h", "ptx_on_host.h")
@@ -33,7 +35,7 @@ FLAGS = (
 )
 
 
-class CompileError(RuntimeError):
+class CompileError(_compile.CompileError):
     """The source does not compile; the message holds what the compiler said."""
 
 
