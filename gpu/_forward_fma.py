@@ -98,10 +98,9 @@ def shared_bytes(
     values = tile.stages * tile.keys * dim_v * size
     weights = tile.rows * tile.part * size + 64 * groups
     factors = 4 * tile.keys * size if paged or scaled else 0
-    zeros = tile.thread_rows * CHUNKS[dim_v] * size
     offsets = 4 * tile.keys * 8 if paged else 0
     ends = 2 * tile.rows * 8 if spans else 0
-    return queries + keys + values + weights + factors + zeros + offsets + ends
+    return queries + keys + values + weights + factors + offsets + ends
 
 
 def _chosen(problem: Problem) -> tuple[Tile, int, int, int] | None:
@@ -134,7 +133,7 @@ def _is_vector(problem: Problem) -> bool:
 
 
 def _defines(
-    tile: Tile, real: str, dim: int, dim_v: int, dtypes: tuple[str, str, str], *,
+    tile: Tile, real: str, dim: int, dim_v: int, dtypes: tuple[str, str, str], *, padded: bool = False,
     vector: bool, paged: bool, scaled: bool, spans: bool, fold: bool, terms: int,
 ) -> tuple[tuple[str, str], ...]:  # fmt: skip
     q, kv, out = (_dtypes.BY_NAME[name].code for name in dtypes)
@@ -149,6 +148,7 @@ def _defines(
         "PF_STAGES": tile.stages,
         "PF_DIM": dim,
         "PF_DIM_V": dim_v,
+        "PF_PADDED": int(padded),
         "PF_Q_TYPE": q,
         "PF_KV_TYPE": kv,
         "PF_OUT_TYPE": out,
@@ -179,8 +179,9 @@ def prefill_step(problem: Problem) -> Step:
     fold = problem.real == "float" and problem.positive_scale and not problem.terms & _SCORE_TERMS
     defines = _defines(
         tile, problem.real, dim, dim_v, (problem.q_dtype, problem.kv_dtype, problem.out_dtype),
-        vector=_is_vector(problem), paged=bool(problem.page_size), scaled=problem.scaled, spans=problem.spans,
-        fold=fold, terms=term_bits(problem),
+        padded=(problem.head_dim, problem.head_dim_v) != (dim, dim_v), vector=_is_vector(problem),
+        paged=bool(problem.page_size), scaled=problem.scaled, spans=problem.spans, fold=fold,
+        terms=term_bits(problem),
     )  # fmt: skip
     source = Source("forward_fma.cu", "pf_forward_fma", defines, problem.expressions)
     fields = (*row_limits(problem, "prefill"), ("row_blocks", blocks), section(problem))
@@ -215,8 +216,8 @@ def variants() -> Iterator[Variant]:
     ) -> Variant:  # fmt: skip
         q = q or ("float64" if real == "double" else "float32")
         defines = _defines(
-            tile, real, dim, dim, (q, kv, q), vector=vector, paged=paged, scaled=scaled, spans=spans,
-            fold=fold and real == "float", terms=terms,
+            tile, real, dim, dim, (q, kv, q), padded=not vector, vector=vector, paged=paged,
+            scaled=scaled, spans=spans, fold=fold and real == "float", terms=terms,
         )  # fmt: skip
         smallest = shared_bytes(tile, real, dim, dim, paged=paged, scaled=scaled, spans=spans) + _STATIC_BYTES
         architectures = tuple(sm for sm, limit in _SHARED_BYTES.items() if smallest <= limit)

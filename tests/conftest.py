@@ -110,6 +110,16 @@ def available() -> list[TestedBackend]:
     return [backend for backend in backends if backend.missing() is None]
 
 
+def on_host() -> list[TestedBackend]:
+    """Those of them that compile nothing for a call."""
+    return [backend for backend in available() if backend.name != "cuda"]
+
+
+def on_cuda() -> list[TestedBackend]:
+    """The backend "cuda" if it can be tested here: it compiles a kernel for about every random call."""
+    return [backend for backend in available() if backend.name == "cuda"]
+
+
 @pytest.fixture(params=available(), ids=lambda backend: backend.id)
 def backend(request: pytest.FixtureRequest) -> TestedBackend:
     """Each backend and instruction set in turn."""

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 from calls import assert_same_bits, dense, once, paged, run
-from conftest import available
-from hypothesis import given, settings
+from conftest import TestedBackend, on_cuda, on_host
+from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 from oracle import Call, assert_matches, sequences
 from oracle_terms import ancestors, seen_by
@@ -272,9 +272,9 @@ def probes(draw: st.DrawFn) -> Call:
     return call.but(**options)
 
 
-def check_probe(call: Call, family: str, page_size: int) -> None:
+def check_probe(call: Call, family: str, page_size: int, backends: list[TestedBackend]) -> None:
     behind_a_table = paged(call, page_size)
-    for backend in available():
+    for backend in backends:
         got = run(call, backend, family=family)
         try:
             assert_sees_what_the_predicate_says(*got, call)
@@ -289,11 +289,23 @@ FAMILY = st.sampled_from(["prefill", "decode"])
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(call=probes(), family=FAMILY, page_size=st.integers(1, 40))
 def test_random_combinations(call, family, page_size):
-    check_probe(call, family, page_size)
+    check_probe(call, family, page_size, on_host())
+
+
+@pytest.mark.parametrize("part", range(8))
+@pytest.mark.parametrize("backend", on_cuda(), ids=lambda backend: backend.id)
+def test_random_combinations_on_cuda(backend, part):
+    @seed(part)
+    @settings(max_examples=8, deadline=None, database=None)
+    @given(call=probes(), family=FAMILY, page_size=st.integers(1, 40))
+    def check(call, family, page_size):
+        check_probe(call, family, page_size, [backend.reproducible])
+
+    check()
 
 
 @pytest.mark.long
 @settings(max_examples=3000, deadline=None)
 @given(call=probes(), family=FAMILY, page_size=st.integers(1, 40))
 def test_many_random_combinations(call, family, page_size):
-    check_probe(call, family, page_size)
+    check_probe(call, family, page_size, on_host())

@@ -7,8 +7,8 @@ import inspect
 
 import pytest
 from calls import STORED_NAMES, assert_same_bits, paged, run
-from conftest import available
-from hypothesis import event, given, settings
+from conftest import TestedBackend, on_cuda, on_host
+from hypothesis import event, given, seed, settings
 from hypothesis import strategies as st
 from oracle import Call, assert_matches
 from random_calls import attention_calls, batches, drawn
@@ -18,6 +18,15 @@ import pyflash
 
 FEW = settings(max_examples=200, deadline=None, derandomize=True)
 MANY = settings(FEW, max_examples=2500, derandomize=False)
+#: On CUDA about every random call needs a kernel of its own: few calls, in parts that processes share out.
+PART = settings(max_examples=6, deadline=None, database=None)
+
+
+def on_cuda_in_parts(test):
+    """Run a test of random calls on CUDA, if that can be tested here, with several seeds."""
+    test = pytest.mark.parametrize("part", range(8))(test)
+    return pytest.mark.parametrize("backend", on_cuda(), ids=lambda backend: backend.id)(test)
+
 
 #: How many calls of each test had an option.
 DRAWN: dict[str, collections.Counter[str]] = {"few": collections.Counter(), "many": collections.Counter()}
@@ -27,7 +36,14 @@ ELSEWHERE = {"backend", "isa", "out", "num_threads", "workspace", "return_lse"}
 ELSEWHERE |= {"batch_invariant", "q_scale", "check_indices"}
 
 
-def check_bits(data: st.DataObject, call: Call) -> None:
+def count(call: Call, counted: str) -> None:
+    """Note which options a call has."""
+    for name in sorted(drawn(call)):
+        event(name)
+        DRAWN[counted][name] += 1
+
+
+def check_bits(data: st.DataObject, call: Call, backends: list[TestedBackend]) -> None:
     """Pages, threads, other sequences and other rows leave no trace in the bits of a row."""
     batch, seqlen_q = call.arrays["q"].shape[:2]
     pages = paged(call, data.draw(st.integers(1, 70), label="page_size"))
@@ -36,7 +52,7 @@ def check_bits(data: st.DataObject, call: Call) -> None:
     hi = data.draw(st.integers(lo, seqlen_q), label="hi")
     num_threads = data.draw(st.integers(2, 9), label="num_threads")
     alone, rows = sequence_of(call, b), rows_of(call, lo, hi)
-    for backend in available():
+    for backend in backends:
         out, lse = run(call, backend)
         assert_same_bits(run(pages, backend), (out, lse), f"{backend.id}: paged")
         assert_same_bits(run(alone, backend), (out[b : b + 1], lse[b : b + 1]), f"{backend.id}: alone")
@@ -47,12 +63,9 @@ def check_bits(data: st.DataObject, call: Call) -> None:
             )
 
 
-def check(call: Call, num_threads: int, counted: str) -> None:
-    """Hold every backend that is available here to one oracle."""
-    for name in sorted(drawn(call)):
-        event(name)
-        DRAWN[counted][name] += 1
-    for backend in available():
+def check(call: Call, num_threads: int, backends: list[TestedBackend]) -> None:
+    """Hold backends to one oracle."""
+    for backend in backends:
         out, lse = run(call, backend, **({"num_threads": num_threads} if backend.has_threads else {}))
         try:
             assert_matches(out, lse, call)
@@ -88,7 +101,20 @@ def assert_every_option_was_drawn(counted: str, least: int, of_each_form: int) -
 @FEW
 @given(call=attention_calls(), num_threads=st.integers(1, 4))
 def test_random_calls(call, num_threads):
-    check(call, num_threads, "few")
+    count(call, "few")
+    check(call, num_threads, on_host())
+
+
+@on_cuda_in_parts
+def test_random_calls_on_cuda(backend, part):
+    @seed(part)
+    @PART
+    @given(call=attention_calls())
+    def check_one(call):
+        call.options.pop("tile", None)  # each of its kernels has tiles of its own
+        check(call, 1, [backend])
+
+    check_one()
 
 
 def test_every_option_was_drawn():
@@ -98,21 +124,34 @@ def test_every_option_was_drawn():
 @FEW
 @given(data=st.data(), call=batches())
 def test_random_calls_keep_their_bits(data, call):
-    check_bits(data, call)
+    check_bits(data, call, on_host())
+
+
+@on_cuda_in_parts
+def test_random_calls_keep_their_bits_on_cuda(backend, part):
+    @seed(part)
+    @PART
+    @given(data=st.data(), call=batches())
+    def check_one(data, call):
+        call.options.pop("tile", None)
+        check_bits(data, call, [backend.reproducible])
+
+    check_one()
 
 
 @pytest.mark.long
 @MANY
 @given(data=st.data(), call=batches())
 def test_many_random_calls_keep_their_bits(data, call):
-    check_bits(data, call)
+    check_bits(data, call, on_host())
 
 
 @pytest.mark.long
 @MANY
 @given(call=attention_calls(), num_threads=st.integers(1, 8))
 def test_many_random_calls(call, num_threads):
-    check(call, num_threads, "many")
+    count(call, "many")
+    check(call, num_threads, on_host())
 
 
 @pytest.mark.long

@@ -24,14 +24,14 @@ struct pf_rows {
 
 PF_DEVICE pf_real pf_max_of_row(pf_real x) {
 #pragma unroll
-    for (int step = PF_COLUMNS / 2; step > 0; step /= 2)
+    for (int step = 16; step >= PF_GROUPS; step /= 2)
         x = pf_max_of(x, __shfl_xor_sync(PF_WARP_ALL, x, step));
     return x;
 }
 
 PF_DEVICE pf_real pf_sum_of_row(pf_real x) {
 #pragma unroll
-    for (int step = PF_COLUMNS / 2; step > 0; step /= 2)
+    for (int step = 16; step >= PF_GROUPS; step /= 2)
         x += __shfl_xor_sync(PF_WARP_ALL, x, step);
     return x;
 }
@@ -140,7 +140,7 @@ PF_DEVICE void pf_share_rows(const pf_rows &rows, int column, pf_real *m, pf_rea
 /* Writes rows that came out finite; returns bits of the others. */
 PF_DEVICE unsigned pf_store_rows(const pf_call &call, const pf_sequence &s, int64_t head, int64_t first_row,
                                  int num_rows, int row, int column, pf_rows &rows) {
-    const int group = threadIdx.x % 32 / PF_COLUMNS;
+    const int group = threadIdx.x % PF_GROUPS;
     pf_real m, l;
     pf_share_rows(rows, column, &m, &l);
     const pf_real my_factor =
@@ -148,7 +148,7 @@ PF_DEVICE unsigned pf_store_rows(const pf_call &call, const pf_sequence &s, int6
     unsigned broken = 0;
 #pragma unroll
     for (int r = 0; r < PF_THREAD_ROWS; r++) {
-        const pf_real factor = __shfl_sync(PF_WARP_ALL, my_factor, r, PF_COLUMNS);
+        const pf_real factor = __shfl_sync(PF_WARP_ALL, my_factor, PF_GROUPS * r + threadIdx.x % PF_GROUPS);
         bool finite = true;
 #pragma unroll
         for (int c = 0; c < PF_THREAD_DIMS; c++) {
@@ -156,7 +156,7 @@ PF_DEVICE unsigned pf_store_rows(const pf_call &call, const pf_sequence &s, int6
             rows.o[r][c] = pf_finished(rows.o[r][c], factor);
             finite &= d >= call.head_dim_v || pf_is_finite(rows.o[r][c]);
         }
-        const unsigned votes = __ballot_sync(PF_WARP_ALL, !finite) >> group * PF_COLUMNS & 0xffffu;
+        const unsigned votes = __ballot_sync(PF_WARP_ALL, !finite) & 0x55555555u << group;
         if (row + r >= num_rows)
             continue;
         if (votes) {
@@ -199,7 +199,7 @@ PF_DEVICE void pf_store_states(const pf_call &call, const pf_sequence &s, int64_
     }
 #pragma unroll
     for (int r = 0; r < PF_THREAD_ROWS; r++) {
-        const pf_real factor = __shfl_sync(PF_WARP_ALL, my_factor, r, PF_COLUMNS);
+        const pf_real factor = __shfl_sync(PF_WARP_ALL, my_factor, PF_GROUPS * r + threadIdx.x % PF_GROUPS);
         if (row + r >= num_rows)
             continue;
         pf_real *o = pf_partial_o(call, split, pf_state_row(call, s, head, first_row + row + r));
@@ -241,8 +241,8 @@ PF_DEVICE pf_span32 pf_narrowed(pf_span span, int64_t lo, int64_t hi) {
 
 PF_DEVICE void pf_forward_rows(const pf_call &call, const pf_sequence &s, int64_t head, int64_t split,
                                int64_t first_row, const pf_shared &shared) {
-    const int lane = threadIdx.x % 32, column = lane % PF_COLUMNS;
-    const int warp_row = threadIdx.x / 32 * PF_WARP_ROWS, row = warp_row + lane / PF_COLUMNS * PF_THREAD_ROWS;
+    const int lane = threadIdx.x % 32, column = lane / PF_GROUPS;
+    const int warp_row = threadIdx.x / 32 * PF_WARP_ROWS, row = warp_row + lane % PF_GROUPS * PF_THREAD_ROWS;
     const int num_rows = (int)pf_min(PF_ROWS, s.num_queries - first_row);
     const int64_t kv_head = pf_quotient(head, s.group);
     const bool is_split = call.partial != nullptr;
@@ -250,6 +250,9 @@ PF_DEVICE void pf_forward_rows(const pf_call &call, const pf_sequence &s, int64_
     const int64_t hi = is_split ? pf_split_lo(call, s, split + 1) : s.mask.num_keys;
     const pf_span32 same = {(int32_t)lo, (int32_t)hi};
     pf_real *const numbers = shared.numbers;
+    /* From a shuffle the compiler takes numbers as they are; it would compute this one anew in inner loops.
+     */
+    const int place_of_weights = __shfl_sync(PF_WARP_ALL, pf_p_row(row), lane);
 
     pf_span32 any[PF_SIDES];
 #pragma unroll
@@ -332,11 +335,15 @@ PF_DEVICE void pf_forward_rows(const pf_call &call, const pf_sequence &s, int64_
         tile = next;
         if (!works)
             continue;
-        pf_real *const p = numbers + pf_p_row(row);
+        pf_real *const p = numbers + place_of_weights;
         pf_real sums[PF_THREAD_ROWS][PF_CHUNK];
 #pragma unroll
         for (int chunk = 0; chunk < PF_THREAD_DIMS / PF_CHUNK; chunk++) {
-            pf_zero_sums(numbers + PF_ZERO_PLACE, sums);
+#pragma unroll
+            for (int r = 0; r < PF_THREAD_ROWS; r++)
+#pragma unroll
+                for (int c = 0; c < PF_CHUNK; c++)
+                    sums[r][c] = 0;
 #pragma unroll
             for (int part = 0; part < PF_PARTS; part++) {
                 if (chunk == 0) {
@@ -345,7 +352,7 @@ PF_DEVICE void pf_forward_rows(const pf_call &call, const pf_sequence &s, int64_
                     for (int r = 0; r < PF_THREAD_ROWS; r++)
 #pragma unroll
                         for (int j = 0; j < PF_PART / PF_COLUMNS; j++)
-                            p[r * PF_PART + j * PF_COLUMNS + column] =
+                            p[r * PF_PART + j * PF_COLUMNS + pf_turned(r, column)] =
                                 scores[r][part * (PF_PART / PF_COLUMNS) + j];
                     __syncwarp();
                 }
@@ -369,7 +376,7 @@ PF_DEVICE void pf_forward_rows(const pf_call &call, const pf_sequence &s, int64_
     const unsigned broken = pf_store_rows(call, s, head, first_row, num_rows, row, column, rows);
     if (__any_sync(PF_WARP_ALL, broken))
         for (int i = 0; i < PF_WARP_ROWS; i++)
-            if (__shfl_sync(PF_WARP_ALL, broken, i / PF_THREAD_ROWS * PF_COLUMNS) >> i % PF_THREAD_ROWS & 1)
+            if (__shfl_sync(PF_WARP_ALL, broken, i / PF_THREAD_ROWS) >> i % PF_THREAD_ROWS & 1)
                 pf_careful_row(call, s, head, first_row + warp_row + i);
 }
 
@@ -391,12 +398,10 @@ extern "C" __global__ void __launch_bounds__(PF_THREADS, PF_MIN_BLOCKS)
     shared.numbers = (pf_real *)memory;
     shared.offsets = (int64_t *)(shared.numbers + PF_NUMBERS);
     shared.spans = (pf_span32 *)(shared.offsets + (PF_PAGED ? 4 * PF_KEYS : 0));
-    if (PF_DIM > call.head_dim)
+    if (PF_PADDED && PF_DIM > call.head_dim)
         pf_clear<PF_DIM, PF_K_PITCH>(shared.numbers + PF_K_PLACE, PF_STAGES * PF_KEYS);
-    if (PF_DIM_V > call.head_dim_v)
+    if (PF_PADDED && PF_DIM_V > call.head_dim_v)
         pf_clear<PF_DIM_V, PF_DIM_V>(shared.numbers + PF_V_PLACE, PF_STAGES * PF_KEYS);
-    for (int i = threadIdx.x; i < PF_ZEROS; i += PF_THREADS)
-        shared.numbers[PF_ZERO_PLACE + i] = 0;
     for (int64_t block = item.row_block; block < blocks; block += call.row_blocks) {
         const int64_t first_row = block * PF_ROWS;
         if (!bad) {

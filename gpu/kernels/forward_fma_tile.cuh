@@ -15,6 +15,7 @@
 #define PF_STAGES 2      /* tiles of keys and values in shared memory */
 #define PF_DIM 128       /* head_dim rounded up to a class, and head_dim_v */
 #define PF_DIM_V 128
+#define PF_PADDED 0 /* head_dim or head_dim_v is not its class */
 #define PF_Q_TYPE PF_F32
 #define PF_KV_TYPE PF_F32
 #define PF_OUT_TYPE PF_F32
@@ -30,13 +31,16 @@ enum {
     PF_WARP_ROWS = 2 * PF_THREAD_ROWS,
     PF_ROWS = PF_WARP_ROWS * PF_WARPS,
     PF_COLUMNS = 16, /* lanes that share a row */
+    PF_GROUPS = 32 / PF_COLUMNS,
     PF_VEC = 16 / sizeof(pf_real),
     PF_THREAD_KEYS = PF_KEYS / PF_COLUMNS,
-    PF_ZEROS = PF_THREAD_ROWS * PF_CHUNK,
     PF_PARTS = PF_KEYS / PF_PART,
     PF_THREAD_DIMS = PF_DIM_V / PF_COLUMNS,
+    /* q.k is computed so many numbers at a time: many are faster, unless they are padding. */
+    PF_DIM_STEP = PF_PADDED ? 8
+    : PF_DIM % 64           ? 32
+                            : 64,
     PF_DIM_VEC = PF_THREAD_DIMS % PF_VEC == 0 ? PF_VEC : 2, /* outputs side by side */
-    PF_DIM_STEP = 16,                                       /* head_dim is multiplied in steps of */
     /* Is anything done to scores beside a factor? Are keys hidden by what is no span? */
     PF_HIDES = PF_HAS(MASK) || PF_HAS(BIAS) || PF_HAS(TREE) || PF_HAS(MASK_MOD),
     PF_TABLE = PF_PAGED || PF_SCALED,
@@ -60,8 +64,7 @@ enum {
     PF_V_PLACE = PF_K_PLACE + PF_STAGES * PF_KEYS * PF_K_PITCH,
     PF_P_PLACE = PF_V_PLACE + PF_STAGES * PF_KEYS * PF_DIM_V,
     PF_FACTOR_PLACE = PF_P_PLACE + PF_ROWS * PF_PART + PF_ROWS / PF_THREAD_ROWS * PF_P_SKEW,
-    PF_ZERO_PLACE = PF_FACTOR_PLACE + (PF_TABLE ? 4 * PF_KEYS : 0),
-    PF_NUMBERS = PF_ZERO_PLACE + PF_ZEROS,
+    PF_NUMBERS = PF_FACTOR_PLACE + (PF_TABLE ? 4 * PF_KEYS : 0),
 };
 struct pf_span32 {
     int32_t lo, hi;
@@ -83,6 +86,13 @@ PF_DEVICE int pf_p_row(int row) {
 template <int N> struct alignas(N * sizeof(pf_real)) pf_vector {
     pf_real x[N];
 };
+
+/* Where element e of a vector of row `row` is kept, of its queries and of its weights. Registers lie in two
+ * banks, those of a vector in turn, and a bank gives out one register a cycle: the same element of
+ * neighbouring rows, which is what multiplications in a row read, has to lie in both. */
+PF_DEVICE int pf_turned(int row, int e) {
+    return e ^ (row & 1);
+}
 
 template <int N> PF_DEVICE pf_vector<N> pf_read(const pf_real *from) {
     return *(const pf_vector<N> *)from;
@@ -168,12 +178,13 @@ PF_DEVICE void pf_load_queries(const pf_call &call, const pf_sequence &s, int64_
         for (int i = 0; i < shares::VECTORS; i++) {
             const int d = (lane + i * shares::LANES) * PF_VEC;
             pf_vector<PF_VEC> x = pf_zeros();
-            if (row < num_rows && d < dims)
+            if (row < num_rows && !(PF_PADDED && d >= dims))
                 x = pf_load<PF_Q_TYPE>(from, d, dims, call.q.stride_dim);
+            pf_vector<PF_VEC> turned;
 #pragma unroll
             for (int e = 0; e < PF_VEC; e++)
-                x.x[e] *= factor;
-            *(pf_vector<PF_VEC> *)(numbers + pf_q_row(row) + d) = x;
+                turned.x[pf_turned(row, e)] = x.x[e] * factor;
+            *(pf_vector<PF_VEC> *)(numbers + pf_q_row(row) + d) = turned;
         }
     }
 }
@@ -205,7 +216,7 @@ PF_DEVICE void pf_load_keys(const pf_call &call, const pf_tensor &t, const pf_se
 #pragma unroll
         for (int i = 0; i < shares::VECTORS; i++) {
             const int d = (lane + i * shares::LANES) * PF_VEC;
-            if (d >= dims)
+            if (PF_PADDED && d >= dims)
                 continue;
             pf_real *into = to + pass * shares::ROWS * PITCH + d;
             if (PF_ASYNC) {
@@ -263,7 +274,7 @@ PF_DEVICE void pf_read_operands(const pf_real *q, const pf_real *k, int d, pf_op
         x.query[r] = pf_read<PF_VEC>(q + r * PF_DIM + d);
 }
 
-/* Operands are read one step ahead, so that nobody waits for them. Rows are gone through to and fro: a key
+/* Operands are read one step ahead, so that nobody waits for them. Rows are gone through to and fro: a query
  * that two multiplications in a row share is read from the registers once. */
 PF_DEVICE void pf_multiply_keys(const pf_real *q, const pf_real *k, int dims,
                                 pf_real (&scores)[PF_THREAD_ROWS][PF_THREAD_KEYS]) {
@@ -285,34 +296,14 @@ PF_DEVICE void pf_multiply_keys(const pf_real *q, const pf_real *k, int dims,
 #pragma unroll
             for (int e = 0; e < PF_VEC; e++)
 #pragma unroll
-                for (int r = 0; r < PF_THREAD_ROWS; r++)
+                for (int j = 0; j < PF_THREAD_KEYS; j++)
 #pragma unroll
-                    for (int i = 0; i < PF_THREAD_KEYS; i++) {
-                        const int j = r & 1 ? PF_THREAD_KEYS - 1 - i : i;
-                        scores[r][j] = fma(now.query[r].x[e], now.key[j].x[e], scores[r][j]);
+                    for (int i = 0; i < PF_THREAD_ROWS; i++) {
+                        const int r = j & 1 ? PF_THREAD_ROWS - 1 - i : i;
+                        scores[r][j] = fma(now.query[r].x[pf_turned(r, e)], now.key[j].x[e], scores[r][j]);
                     }
         }
     }
-}
-
-/* Sums begin at zeros that are read from shared memory: so number c of a row gets a register of the other
- * bank than number c of a vector of values, for vectors lie in aligned registers; a multiplication that reads
- * two registers of one bank takes longer. */
-template <int N> PF_DEVICE void pf_zero_sums(const pf_real *zeros, pf_real (&sums)[PF_THREAD_ROWS][N]) {
-#pragma unroll
-    for (int r = 0; r < PF_THREAD_ROWS; r++)
-#pragma unroll
-        for (int c = 0; c < N; c += 2)
-            if (PF_VEC == 2 || N % 4) {
-                sums[r][c] = 0;
-                sums[r][c + 1] = 0;
-            } else if (c % 4 == 0) {
-                const pf_vector<4> z = pf_read<4>(zeros + r * N + c);
-                sums[r][c] = z.x[1];
-                sums[r][c + 1] = z.x[0];
-                sums[r][c + 2] = z.x[3];
-                sums[r][c + 3] = z.x[2];
-            }
 }
 
 PF_DEVICE void pf_read_values(const pf_real *v, pf_real (&value)[PF_CHUNK]) {
@@ -346,7 +337,7 @@ PF_DEVICE void pf_multiply_values(const pf_real *p, const pf_real *v,
 #pragma unroll
                 for (int i = 0; i < PF_CHUNK; i++) {
                     const int c = r & 1 ? PF_CHUNK - 1 - i : i;
-                    sums[r][c] = fma(weight[r].x[e], value[e % 2][c], sums[r][c]);
+                    sums[r][c] = fma(weight[r].x[pf_turned(r, e)], value[e % 2][c], sums[r][c]);
                 }
                 if (e == PF_VEC - 1)
                     weight[r] = pf_read<PF_VEC>(p + r * PF_PART + after);
