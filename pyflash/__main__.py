@@ -60,6 +60,8 @@ def _parser() -> argparse.ArgumentParser:
     info = commands.add_parser("info", help="show versions, CPU, instruction sets, threads, GPUs, backends")
     info.set_defaults(command=_info)
 
+    _bench_arguments(commands)
+
     generate = commands.add_parser(
         "generate",
         help="answer prompts with a small language model over the paged cache",
@@ -90,6 +92,12 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--seed", type=int, metavar="N", help="makes --temperature repeatable")
     generate.set_defaults(command=_generate)
     return parser
+
+
+def _bench_arguments(commands: Any) -> None:
+    from pyflash.bench import _cli
+
+    _cli.add_to(commands)
 
 
 def _demo() -> int:

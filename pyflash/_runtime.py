@@ -24,7 +24,7 @@ def available_isas() -> tuple[str, ...]:
     return () if _c.BACKEND.unavailable() else _c.supported_isas()
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:
             for line in file:
@@ -60,7 +60,7 @@ def runtime_report() -> list[tuple[str, str]]:
         ("pyflash", __version__),
         ("Python", f"{platform.python_version()} on {sys.platform} {platform.machine()}"),
         ("NumPy", np.__version__),
-        ("CPU", f"{_cpu_name()}, {os.cpu_count()} logical"),
+        ("CPU", f"{cpu_name()}, {os.cpu_count()} logical"),
     ]
     for name, reason in _backends.available_backends().items():
         lines.append((f"backend {name}", reason or "available"))
