@@ -160,6 +160,8 @@ def _try_folder(argument: str, folder: Path, given: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
+    except (FileExistsError, NotADirectoryError):
+        raise invalid(argument, repr(str(given)), "a place to write to (a file is in its way)") from None
     except OSError as error:
         raise invalid(argument, repr(str(given)), f"a place to write to ({error.strerror})") from None
 

@@ -105,7 +105,6 @@ def _speed(ax: Any, results: Results) -> None:
                 style["label"] += ", causal" if causal else ""
                 ax.plot(*zip(*points, strict=True), linestyle=line, **style)
                 speeds += [speed for _, speed in points]
-    ax.set_xscale("log", base=2)
     if max(speeds) > 10 * min(speeds):
         ax.set_yscale("log")
     else:
@@ -113,9 +112,11 @@ def _speed(ax: Any, results: Results) -> None:
     peak = results.limit("matmul" if results.on_device(results.first) else "float32") / 1e9
     kind = "bfloat16 products" if results.on_device(results.first) else "multiply-adds in float32"
     ax.axhline(peak, color="#555555", linewidth=0.8, linestyle="--")
-    ax.annotate(
-        f"limit: {kind}", (0.99, peak), ("axes fraction", "data"), ha="right", va="bottom", fontsize=8
+    ax.text(
+        1.0, peak, f"limit: {kind}", transform=ax.get_yaxis_transform(), ha="right", va="bottom", fontsize=8
     )
+    _plain(ax.yaxis)
+    _lengths(ax, [w.seqlen_kv for w in _over_n(results)])
     ax.set_xlabel("keys and queries of each of max(1, 16384/N) heads (N), head_dim 64")
     ax.set_ylabel("GFLOP/s of the two products")
     _legend(ax)
@@ -153,8 +154,9 @@ def _memory(ax: Any, results: Results) -> None:
         lengths, [8 * n * n / 2**20 for n in lengths], color="#999999", linewidth=0.8, linestyle="--",
         label="8 N² bytes, for comparison",
     )  # fmt: skip
-    ax.set_xscale("log", base=2)
     ax.set_yscale("log")
+    _plain(ax.yaxis)
+    _lengths(ax, lengths)
     ax.set_xlabel("keys and queries (N), one head, head_dim 64, float32")
     ax.set_ylabel("MiB beyond inputs and output, at the peak of one call")
     _legend(ax)
@@ -175,6 +177,18 @@ def _scaling(ax: Any, results: Results) -> None:
     ax.legend(fontsize=6)
 
 
+def _lengths(ax: Any, lengths: list[int]) -> None:
+    """Let the axis of lengths be logarithmic, with the lengths themselves as its ticks."""
+    ax.set_xscale("log", base=2)
+    ticks = sorted(set(lengths))
+    ax.set_xticks(ticks, [f"{n:,}" for n in ticks])
+
+
+def _plain(axis: Any) -> None:
+    """Let numbers be numbers, not powers of ten."""
+    axis.set_major_formatter(lambda value, position: f"{value:,.12g}")
+
+
 def _legend(ax: Any) -> None:
     if len(ax.get_legend_handles_labels()[0]) > 1:
         ax.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1.01, 0.5))
@@ -193,6 +207,8 @@ def draw(path: Path, plot: Plot, results: Results, source: str = "") -> None:
     mpl.use("agg")
     settings = {
         "svg.hashsalt": "pyflash",  # the same data make the same file
+        "svg.fonttype": "none",  # text stays text, to be read and found
+        "font.family": ["DejaVu Sans", "sans-serif"],
         "axes.spines.top": False,
         "axes.spines.right": False,
         "savefig.facecolor": "white",
@@ -203,7 +219,11 @@ def draw(path: Path, plot: Plot, results: Results, source: str = "") -> None:
         plot.draw(ax, results)
         content = results.content
         where = content["machine"].get("gpu") or content["machine"]["cpu"]
-        words = [where, *filter(None, [content["isa"]]), f"{results.threads} threads"]
+        words = [
+            where,
+            *filter(None, [content["isa"]]),
+            f"{results.threads} thread{'s' if results.threads > 1 else ''}",
+        ]
         ax.set_title(f"{plot.title}\n{', '.join(words)}", fontsize=10)
         path.parent.mkdir(parents=True, exist_ok=True)
         metadata = {"Date": None, "Description": f"data {source}"} if path.suffix == ".svg" else None

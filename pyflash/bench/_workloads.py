@@ -66,8 +66,8 @@ class Workload(NamedTuple):
 
     @property
     def num_scores(self) -> int:
-        """Elements of the matrix of scores, which only the textbook's way keeps."""
-        return self.batch * self.num_heads * self.seqlen_q * self.seqlen_kv
+        """Elements of the matrix of scores of one key/value head, which only the textbook's way keeps."""
+        return self.num_heads // self.num_kv_heads * self.seqlen_q * self.seqlen_kv
 
     def arrays(self) -> dict[str, Array]:
         """Return q, k, v in layout bhsd, of bfloat16 its bits, and scales of quantised keys and values."""
@@ -205,7 +205,7 @@ def _device() -> Iterator[Workload]:
 
 
 _FLOATS = ("float32", "float16", "bfloat16")
-MEMORY_LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
+MEMORY_LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
 
 WORKLOADS = {
     w.name: w
@@ -237,7 +237,7 @@ SUITES = {
         "decode-1x4096-float16",
         "decode-1x4096-int8",
         *(f"over-n-{n}" for n in (128, 256, 512, 1024, 2048, 4096)),
-        *(f"memory-over-n-{n}" for n in MEMORY_LENGTHS[:5]),
+        *(f"memory-over-n-{n}" for n in (512, 1024, 2048, 4096, 16384)),
     ),
     "gpu": (
         *(w.name for w in _device()),

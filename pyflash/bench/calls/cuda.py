@@ -17,6 +17,7 @@ import importlib
 import math
 import warnings
 from collections.abc import Callable
+from importlib.metadata import packages_distributions, version
 from typing import Any
 
 import numpy as np
@@ -92,12 +93,11 @@ def on_host(x: Any) -> Array:
 
 def info() -> dict[str, Any]:
     """Return what a reader needs to know about the GPU and its software."""
-    cupy = importlib.import_module("cupy")
     properties = torch.cuda.get_device_properties(0)
     return {
         "gpu": properties.name,
         "sms": properties.multi_processor_count,
-        "cupy": cupy.__version__,
+        "cupy": ", ".join(version(name) for name in packages_distributions().get("cupy", ())),
         "torch": torch.__version__,
         "cudnn": torch.backends.cudnn.version(),
         "pyflash": pyflash.__version__,

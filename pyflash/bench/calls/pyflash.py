@@ -104,7 +104,7 @@ def _check_size(w: Workload, option: str) -> None:
     """Refuse what would not end in time, or not fit."""
     flops, kv_bytes = MOST_ON_HOST[option]
     if w.memory:
-        flops *= 10  # computed a few times, not for a while
+        flops *= 4  # computed a few times, not for a while
     if (w.device or option != "c") and (w.flops > flops or w.kv_bytes > kv_bytes):
         raise Unsupported("would take too long")
     if option == "naive" and w.num_scores > MOST_SCORES:
