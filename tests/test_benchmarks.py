@@ -428,6 +428,7 @@ def gpu_libraries(*hosts):
 
 @pytest.mark.skipif(CUDA_IS_EMULATED, reason="tensors on the CPU go to the backend C")
 def test_a_gpu_end_to_end(gpu_on_cpu, monkeypatch):
+    monkeypatch.setattr(gpu_on_cpu, "MOST_SETS", 3)
     session = new_session(*gpu_libraries("c", "numpy"), turn=1e-4)
     assert session.before.keys() == {"float32", "float64", "read", "copy", "matmul"}
     prefill = SMALL._replace(name="prefill", seqlen_q=48, causal=True, dtype="bfloat16")
@@ -466,6 +467,7 @@ def test_a_decode_on_a_gpu_finds_no_keys_in_its_cache(gpu_on_cpu):
         inputs = gpu_on_cpu.Inputs(w, {})
         assert len(inputs) * w.kv_bytes >= 6 * 2**20 and len(inputs) >= 2
     inputs = gpu_on_cpu.Inputs(SMALL, SMALL.arrays())
+    assert len(inputs) == gpu_on_cpu.MOST_SETS
     tensors = [inputs.placed("k", number) for number in range(2)]
     assert tensors[0].data_ptr() != tensors[1].data_ptr() and tensors[0].equal(tensors[1])
     assert inputs.placed("q", 0) is inputs.placed("q", 1) and inputs.placed("k", 1) is tensors[1]

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .._errors import InvalidArgument, PyflashError, invalid
+from .._errors import invalid
 from . import _libraries, _plots, _results
 from ._engine import Key
 from ._limits import described
@@ -32,6 +32,8 @@ examples:
   pyflash bench gpu                            what is measured on a GPU
 """
 _INTERRUPTED = 130  # 128 + SIGINT
+#: How lines of text are printed: as they are, without breaks.
+_PLAIN: dict[str, Any] = {"markup": False, "soft_wrap": True}
 
 
 def add_arguments(parser: Any, add: str = "add_argument") -> None:
@@ -84,6 +86,7 @@ def add_to(commands: Any) -> None:
     """Add the command to the parser of `pyflash`."""
     parser = commands.add_parser(
         "bench",
+        usage="pyflash bench [WORKLOAD ...] [options]",
         help="time attention beside other libraries and the machine's limits; tables, JSON, plots",
         description=DESCRIPTION,
         epilog=EXAMPLES,
@@ -182,12 +185,9 @@ class Run:
             _results.save(self._path, self.header, [*self.runs, record])
         return record
 
-    def results(self) -> Results:
+    def results(self) -> _results.Results:
         """Return what there is."""
         return _results.Results("this run", {**self.header, "runs": self.runs})
-
-
-Results = _results.Results
 
 
 def measure(run: Run, console: Any, workloads: list[Workload], session: Session) -> bool:
@@ -229,14 +229,14 @@ def run(
     """Do what the command line says; return the exit status."""
     from . import _terminal
 
-    console, errors = _terminal.Console(highlight=False), _terminal.Console(stderr=True, highlight=False)
+    console, errors = _terminal.console_of(), _terminal.console_of(stderr=True)
     if list_only:
         shown = workloads_of(workloads or ["all"])
         _terminal.listing(console, shown, how["peers_from"])
         return 0
     check_writable(json, plots)
     if source is not None:
-        return _show(console, Results.read(source), plots)
+        return _show(console, _results.Results.read(source), plots)
     chosen, counts = workloads_of(workloads), threads_of(how.pop("threads"))
     _check_numbers(runs, how)
     of_commit = _results.own_commit() if how["commit"] is None else how["commit"]
@@ -254,10 +254,10 @@ def run(
             )
             if not measure(found, errors, chosen, session):
                 return _interrupted(console, errors, found, json, plots)
-            console.print(_terminal.limits_line(found.runs[-1]), markup=False)
+            console.print(_terminal.limits_line(found.runs[-1]), **_PLAIN)
     status = _show(console, found.results(), plots)
     if json is not None:
-        console.print(f"written to {json}", markup=False)
+        console.print(f"written to {json}", **_PLAIN)
     return status
 
 
@@ -272,42 +272,39 @@ def _check_numbers(runs: int, how: dict[str, Any]) -> None:
 def _say_what(console: Any, session: Session) -> None:
     """Say what is compared, before it takes its time."""
     machine = session.header()["machine"]
-    console.print(f"{machine['cpu']}, {machine['cpus']} CPUs, {session.isa}", markup=False)
+    console.print(f"{machine['cpu']}, {machine['cpus']} CPUs, {session.isa}", **_PLAIN)
     if "gpu" in machine:
-        console.print(machine["gpu"], markup=False)
+        console.print(machine["gpu"], **_PLAIN)
     words = [f"{_plots.label(name)} {info['version']}" for name, info in session.info.items()]
-    console.print(f"compared: {', '.join(words)}", markup=False)
+    console.print(f"compared: {', '.join(words)}", **_PLAIN)
 
 
 def _interrupted(console: Any, errors: Any, found: Run, json: Path | None, plots: Path | None) -> int:
     if not found.runs:
-        errors.print("interrupted before anything was measured; nothing is written", markup=False)
+        errors.print("interrupted before anything was measured; nothing is written", **_PLAIN)
         return _INTERRUPTED
     with contextlib.suppress(KeyboardInterrupt):
         _show(console, found.results(), plots)
     count = sum(len(rows) for one in found.runs for rows in one["rows"].values())
     kept = f"written to {json}" if json is not None else "shown above and, without --json, not written"
-    errors.print(f"interrupted: {count} rows were measured before, {kept}", markup=False)
+    errors.print(f"interrupted: {count} rows were measured before, {kept}", **_PLAIN)
     return _INTERRUPTED
 
 
-def _show(console: Any, results: Results, plots: Path | None) -> int:
+def _show(console: Any, results: _results.Results, plots: Path | None) -> int:
     """Print the tables and draw the plots; the status is 1 where an answer of pyflash is wrong or missing."""
     from . import _terminal
 
     for table in _terminal.tables(results):
         console.print(table)
     for note in _terminal.notes(results):
-        console.print(note, markup=False)
+        console.print(note, **_PLAIN)
     if plots is not None:
         paths, missing = _plots.draw_all(results, plots)
-        console.print(f"drawn: {', '.join(str(path) for path in paths) or 'nothing'}", markup=False)
+        console.print(f"drawn: {', '.join(str(path) for path in paths) or 'nothing'}", **_PLAIN)
         for text in missing:
-            console.print(f"no plot of {text}", markup=False)
+            console.print(f"no plot of {text}", **_PLAIN)
     infos = results.content["libraries"]
     own = [name for name in results.libraries if {"isas", "backend"} & infos[name].keys()]
     bad = [row for w in results.workloads() for name in own for row in results.row(w.name, name)]
     return int(any({"wrong", "failed"} & row.keys() for row in bad))
-
-
-__all__ = ["InvalidArgument", "PyflashError", "add_arguments", "add_to", "libraries", "run"]

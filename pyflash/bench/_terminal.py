@@ -26,7 +26,14 @@ except ModuleNotFoundError as error:
         "bench: the package 'rich' is not installed: pip install 'pyflash-attention[bench]'"
     ) from error
 
-__all__ = ["Bar", "Console", "limits_line", "listing", "notes", "tables"]
+#: Columns where nobody's window says how many.
+WIDTH = 160
+
+
+def console_of(stderr: bool = False) -> Console:
+    """Return where things are shown; a file or a pipe gets lines that are not cut to a window."""
+    found = Console(stderr=stderr, highlight=False)
+    return found if found.is_terminal else Console(stderr=stderr, highlight=False, width=WIDTH)
 
 
 class Bar:
@@ -181,8 +188,7 @@ def listing(console: Console, workloads: Iterable[Workload], peers_folder: Path)
     for name in ("name", "group", "queries", "GFLOP", "K+V MiB"):
         table.add_column(name, justify="left" if name in ("name", "group") else "right", overflow="fold")
     for w in workloads:
-        size = (f"{w.flops / 1e9:.3g}", f"{w.kv_bytes / 2**20:.3g}")
-        table.add_row(w.name, w.group, str(w.seqlen_q), *size)
+        table.add_row(w.name, w.group, f"{w.seqlen_q:,}", _short(w.flops / 1e9), _short(w.kv_bytes / 2**20))
     console.print(table)
     suites = _table("Suites")
     for name in SUITES:
@@ -198,12 +204,16 @@ def listing(console: Console, workloads: Iterable[Workload], peers_folder: Path)
     for name, peer in PEERS.items():
         if name in own:
             why = f"in {own[name].parents[1]}"
-        elif peer.on_device and (reason := _libraries.no_device()) is not None:
-            why = f"not here: {reason}"
+        elif peer.on_device and _libraries.no_device() is not None:
+            why = "not here, like --backends cuda"
         else:
             why = "in this Python" if importable(peer) else f"not installed: {peer.how_to_install}"
         table.add_row(f"--peers {name}", why)
     console.print(table, markup=False)
+
+
+def _short(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _backend_lines() -> Iterator[tuple[str, str]]:

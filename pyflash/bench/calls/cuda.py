@@ -3,11 +3,11 @@
 The option is "pyflash" or the backend that `scaled_dot_product_attention` is held to. PyTorch makes the
 arrays, the events and the graphs. How a time is taken:
 
-* more than one query: CUDA events around a batch of calls of about a turn, after a call that does not
+* more than 16 queries: CUDA events around a batch of calls of about a turn, after a call that does not
   count. Outputs are passed in, where the library takes them.
-* one query: the same around replays of a CUDA graph that holds one call for each of several sets of keys
-  and values, together several times the second-level cache: no set is found there, and the host does not
-  count.
+* fewer, so a decode: the same around replays of a CUDA graph that holds one call for each of several sets of
+  keys and values, together several times the second-level cache: no set is found there, and the host does
+  not count.
 """
 
 from __future__ import annotations
@@ -33,8 +33,11 @@ VERSION = torch.__version__
 DEVICE = "cuda"  # the current one
 #: How PyTorch says that such a backend has no kernel for a call.
 NO_KERNEL = ("No available kernel", "No viable backend")
-#: Sets of keys and values of a decode hold so many times what the second-level cache does.
-ROTATED = 6
+#: Sets of keys and values of a decode hold so many times what the second-level cache does; but there are no
+#: more than so many.
+ROTATED, MOST_SETS = 6, 128
+#: Calls with so few queries a sequence are decodes.
+DECODE_QUERIES = 16
 
 Context = Callable[[], contextlib.AbstractContextManager[Any]]
 
@@ -47,10 +50,10 @@ class Inputs:
         self._placed: dict[tuple[str, int], Any] = {}
 
     def __len__(self) -> int:
-        if self.w.seqlen_q > 1:
+        if self.w.seqlen_q > DECODE_QUERIES:
             return 1
         cache_bytes: int = torch.cuda.get_device_properties(0).L2_cache_size
-        return max(2, math.ceil(ROTATED * cache_bytes / self.w.kv_bytes))
+        return min(max(2, math.ceil(ROTATED * cache_bytes / self.w.kv_bytes)), MOST_SETS)
 
     def placed(self, name: str, number: int) -> Any:
         """Return q, k or v of a set; queries are those of all."""
