@@ -37,7 +37,7 @@ test: $(VENV)/.extra-test $(VENV)/.model ## run the tests (ARGS="-k name" picks)
 test-long: $(VENV)/.extra-test $(VENV)/.extra-cuda13 $(VENV)/.model ## run the exhaustive tests: sweeps, all CUDA variants
 	$(BIN)/pytest --numprocesses=$(JOBS) -m long $(ARGS)
 
-bench: $(VENV)/.extra-bench ## time every workload beside the peers (ARGS="-k prefill --isa avx2")
+bench: $(VENV)/.extra-dev ## time every workload beside the peers (ARGS="-k prefill --isa avx2")
 	mkdir -p build
 	$(BIN)/pytest benchmarks -p no:cacheprovider --benchmark-json=build/pytest-benchmark.json $(ARGS)
 

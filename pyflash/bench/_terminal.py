@@ -18,9 +18,10 @@ from ._workloads import SUITES, Workload, by_group, picked
 
 try:
     from rich import box
-    from rich.console import Console
+    from rich.console import Console, Group
     from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
     from rich.table import Table
+    from rich.text import Text
 except ModuleNotFoundError as error:
     raise PyflashError(
         "bench: the package 'rich' is not installed: pip install 'pyflash-attention[bench]'"
@@ -89,23 +90,25 @@ def mebibytes(value: float) -> str:
     return f"{max(value, 0) / 2**20:.2f}"
 
 
-def tables(results: Results) -> Iterator[Table]:
+def tables(results: Results) -> Iterator[Group]:
     """Yield the table of times, and that of memory, where there are such rows."""
     timed = [w for w in results.workloads() if not w.memory]
     memory = [w for w in results.workloads() if w.memory]
     if timed:
-        yield _times(results, timed)
+        title = f"Time of {label(results.first)}, and how many times longer the others take"
+        yield Group(Text(title, style="bold"), _times(results, timed))
     if memory:
-        yield _growth(results, memory)
+        title = "Memory beyond inputs and output at the peak of one call, MiB"
+        yield Group(Text(title, style="bold"), _growth(results, memory))
 
 
-def _table(title: str) -> Table:
-    return Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold", pad_edge=False)
+def _table() -> Table:
+    return Table(box=box.SIMPLE_HEAD, pad_edge=False)
 
 
 def _times(results: Results, workloads: list[Workload]) -> Table:
     first = results.first
-    table = _table(f"Time of {label(first)}, and how many times longer the others take")
+    table = _table()
     table.add_column("call", overflow="fold")
     for name in (label(first), "of limit"):
         table.add_column(name, justify="right")
@@ -134,7 +137,7 @@ def _cells(results: Results, w: Workload) -> Iterator[str]:
 
 
 def _growth(results: Results, workloads: list[Workload]) -> Table:
-    table = _table("Memory beyond inputs and output at the peak of one call, MiB")
+    table = _table()
     table.add_column("call", overflow="fold")
     for library in results.libraries:
         table.add_column(label(library), justify="right")
@@ -158,7 +161,7 @@ def notes(results: Results) -> Iterator[str]:
                     reasons[library, reason].append(w.name)
     for (library, reason), names in reasons.items():
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        yield f"{label(library)}: {reason}: {names[0]}{more}"
+        yield f"{label(library)}: {_shortened(reason, 120)}: {names[0]}{more}"
     for library in results.libraries:
         info = results.content["libraries"][library]
         if not info["held"] and not results.on_device(library) and "backend" not in info:
@@ -184,22 +187,30 @@ def limits_line(run: Row) -> str:
 
 def listing(console: Console, workloads: Iterable[Workload], peers_folder: Path) -> None:
     """Show what can be asked for."""
-    table = _table("Workloads (batch x heads x keys x head_dim; names, groups, and patterns like 'decode-*')")
+    table = _table()
     for name in ("name", "group", "queries", "GFLOP", "K+V MiB"):
         table.add_column(name, justify="left" if name in ("name", "group") else "right", overflow="fold")
     for w in workloads:
         table.add_row(w.name, w.group, f"{w.seqlen_q:,}", _short(w.flops / 1e9), _short(w.kv_bytes / 2**20))
-    console.print(table)
-    suites = _table("Suites")
-    for name in SUITES:
-        default = "without names" if name == "quick" else ""
-        suites.add_row(name, f"{len(picked([name]))} workloads", default)
+    _titled(console, "Workloads: names, groups, and patterns like 'decode-*'", table)
+    suites = _table()
     suites.show_header = False
-    console.print(suites)
-    table = _table("Libraries")
-    table.show_header = False
-    for name, why in _backend_lines():
-        table.add_row(f"--backends {name}", why)
+    for name in SUITES:
+        default = ", where no workload is named" if name == "quick" else ""
+        suites.add_row(name, f"{len(picked([name]))} workloads{default}")
+    _titled(console, "Suites", suites)
+    libraries = _table()
+    libraries.show_header = False
+    for name, why in [*_backend_lines(), *_peer_lines(peers_folder)]:
+        libraries.add_row(name, why)
+    _titled(console, "Libraries", libraries)
+
+
+def _titled(console: Console, title: str, table: Table) -> None:
+    console.print(Group(Text(title, style="bold"), table))
+
+
+def _peer_lines(peers_folder: Path) -> Iterator[tuple[str, Text]]:
     own = installed(peers_folder)
     for name, peer in PEERS.items():
         if name in own:
@@ -208,15 +219,15 @@ def listing(console: Console, workloads: Iterable[Workload], peers_folder: Path)
             why = "not here, like --backends cuda"
         else:
             why = "in this Python" if importable(peer) else f"not installed: {peer.how_to_install}"
-        table.add_row(f"--peers {name}", why)
-    console.print(table, markup=False)
+        yield f"--peers {name}", Text(why)
 
 
 def _short(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def _backend_lines() -> Iterator[tuple[str, str]]:
+def _backend_lines() -> Iterator[tuple[str, Text]]:
     reasons: dict[str, Any] = dict(_backends.available_backends(), cuda=_libraries.no_device(), naive=None)
     for name in _libraries.BACKENDS:
-        yield name, f"not here: {reasons[name]}" if reasons[name] else "available"
+        why = f"not here: {reasons[name]}" if reasons[name] else "available"
+        yield f"--backends {name}", Text(why)  # brackets in it are no markup
