@@ -225,17 +225,11 @@ def test_a_peer_needs_no_pyflash():
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-@pytest.mark.parametrize("isa", pyflash.available_isas())
-def test_limits_are_counted(isa):
-    from pyflash import _c
-
-    for kind, lanes in zip(("float32", "float64"), _c.primitive(isa, "lanes"), strict=True):
-        assert _c.limit_operations(isa, kind, 1000) == 2 * 12 * lanes * 1000
-    assert (_c.limit_operations(isa, "amx", 10) > 0) == (isa == "amx")
-    x = np.ones(4 * 16 * 100 + 17, np.float32)
-    assert _c.limit_read(isa, x) == 4 * 4 * 16 * 100
-    found = Limits(isa, _session.cpus(), scale=0.001).measure(1)
-    assert {"float32", "float64", "read"} <= found.keys() and min(found.values()) > 0
+def test_limits_are_measured():
+    isa = pyflash.available_isas()[-1]
+    found = Limits(isa, _session.cpus(), scale=0.001).measure(len(_session.cpus()))
+    assert set(found) == {"float32", "float64", "read"} | ({"amx"} if isa == "amx" else set())
+    assert min(found.values()) > 0
 
 
 def test_fractions_compare_with_what_binds():

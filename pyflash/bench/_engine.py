@@ -155,9 +155,10 @@ class Group:
             if "notes" not in row:
                 return row
             if w.memory:
-                row |= process.ask("memory", **call, name=w.name)
-                if "growth_bytes" not in row:
-                    return row
+                found = process.ask("memory", **call, name=w.name)
+                if "growth_bytes" not in found:
+                    return found
+                row |= found
                 if row["allocates_output"]:
                     row["growth_bytes"] -= int(w.out_bytes)
             shape = (w.batch, w.num_heads, w.seqlen_q, w.head_dim)

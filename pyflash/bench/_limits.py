@@ -31,7 +31,7 @@ class Limits:
 
     def __init__(self, isa: str, cpus: list[int], scale: float = 1.0) -> None:
         """Touch the buffer; `scale` shortens everything, for tests."""
-        self._isa, self._cpus, self._seconds = isa, cpus, _SECONDS * scale
+        self._isa, self._cpus, self._scale = isa, cpus, scale
         self._kinds = [kind for kind in ("float32", "float64", "amx") if _c.limit_operations(isa, kind, 1)]
         count = int(BUFFER_BYTES.get(isa, BUFFER_BYTES["default"]) * scale) // 4
         self._buffer = np.ones(max(count, 2**16), np.float32)
@@ -42,10 +42,11 @@ class Limits:
         return {**found, "read": self._read(num_threads)}
 
     def _operations(self, kind: str, num_threads: int) -> float:
-        rounds = 10_000
+        rounds = max(1, int(10_000 * self._scale))
         begin = time.perf_counter()
         _c.limit_operations(self._isa, kind, rounds)
-        rounds = max(rounds, int(rounds * self._seconds / (time.perf_counter() - begin)))
+        took = time.perf_counter() - begin
+        rounds = max(rounds, int(rounds * _SECONDS * self._scale / took))
         return self._rate(
             lambda thread: _c.limit_operations(self._isa, kind, rounds), num_threads, repeats=10
         )

@@ -75,7 +75,10 @@ def _compared(results: Results) -> list[Workload]:
 
 
 def _over_n(results: Results) -> list[Workload]:
-    return [w for w in _timed(results) if w.group == "over-n"]
+    """Return calls that differ in their length only; where there are none, those that are sized for a GPU."""
+    timed = _timed(results)
+    found = [w for w in timed if w.group == "over-n"]
+    return found or [w for w in timed if w.device and w.seqlen_q == w.seqlen_kv and w.head_dim == 128]
 
 
 def _memory_over_n(results: Results) -> list[Workload]:
@@ -92,12 +95,15 @@ def _style(results: Results, library: str) -> dict[str, Any]:
 
 
 def _speed(ax: Any, results: Results) -> None:
+    rows = _over_n(results)
+    on_device = results.on_device(results.first)
+    scale, unit = (1e12, "TFLOP/s") if on_device else (1e9, "GFLOP/s")
     speeds: list[float] = []
     for causal, line in ((False, "-"), (True, ":")):
         for library in results.libraries:
             points = [
-                (w.seqlen_kv, w.flops / seconds / 1e9)
-                for w in _over_n(results)
+                (w.seqlen_kv, w.flops / seconds / scale)
+                for w in rows
                 if w.causal == causal and (seconds := results.value(w.name, library, "median"))
             ]
             if points:
@@ -105,20 +111,22 @@ def _speed(ax: Any, results: Results) -> None:
                 style["label"] += ", causal" if causal else ""
                 ax.plot(*zip(*points, strict=True), linestyle=line, **style)
                 speeds += [speed for _, speed in points]
-    if max(speeds) > 10 * min(speeds):
-        ax.set_yscale("log")
-    else:
-        ax.set_ylim(bottom=0)
-    peak = results.limit("matmul" if results.on_device(results.first) else "float32") / 1e9
-    kind = "bfloat16 products" if results.on_device(results.first) else "multiply-adds in float32"
+    name, kind = ("matmul", "bfloat16 product") if on_device else ("float32", "multiply-adds in float32")
+    peak = results.limit(name) / scale
     ax.axhline(peak, color="#555555", linewidth=0.8, linestyle="--")
     ax.text(
         1.0, peak, f"limit: {kind}", transform=ax.get_yaxis_transform(), ha="right", va="bottom", fontsize=8
     )
+    if max(speeds) > 10 * min(speeds):
+        ax.set_yscale("log")
+    else:
+        ax.set_ylim(bottom=0)  # ends the choice of limits, so it comes last
     _plain(ax.yaxis)
-    _lengths(ax, [w.seqlen_kv for w in _over_n(results)])
-    ax.set_xlabel("keys and queries of each of max(1, 16384/N) heads (N), head_dim 64")
-    ax.set_ylabel("GFLOP/s of the two products")
+    _lengths(ax, [w.seqlen_kv for w in rows])
+    w = rows[-1]
+    tokens = "max(1, 16384/N) heads" if w.group == "over-n" else f"{w.num_heads} heads, 16,384 tokens in all"
+    ax.set_xlabel(f"keys and queries (N), {tokens}, head_dim {w.head_dim}, {w.dtype}")
+    ax.set_ylabel(f"{unit} of the two products")
     _legend(ax)
 
 
@@ -195,7 +203,7 @@ def _legend(ax: Any) -> None:
 
 
 PLOTS = (
-    Plot("speed", "speed over length", _speed, _over_n, "'over-n-*'"),
+    Plot("speed", "speed over length", _speed, _over_n, "over-n, or gpu"),
     Plot("limit", "fraction of the machine's limit", _limit, _compared, "a prefill or a decode"),
     Plot("memory", "peak memory over length", _memory, _memory_over_n, "'memory-over-n-*'"),
 )

@@ -160,6 +160,8 @@ class Server:
 
     def memory(self, library: str, module: str, option: str, name: str) -> dict[str, Any]:
         """Return by how much the resident memory rises during one call, the output left out."""
+        if not Path("/proc/self/status").exists():
+            return {"unsupported": "the peak of the resident memory is read from /proc, on Linux"}
         workloads = importlib.import_module(f"{self._package}._workloads").WORKLOADS
         # What the first call of any kind takes, threads and code, is not this call's.
         first = workloads["prefill-1x12x128x64-float32"]

@@ -116,8 +116,7 @@ def _times(results: Results, workloads: list[Workload]) -> Table:
         table.add_column(label(library), justify="right")
     for group in by_group(workloads):
         for w in group:
-            table.add_row(w.name, *_cells(results, w))
-        table.add_section()
+            table.add_row(w.name, *_cells(results, w), end_section=w is group[-1] and len(group) > 1)
     return table
 
 
