@@ -105,6 +105,15 @@ def test_a_peer_that_cannot_be_loaded(fixed_limits, capsys, tmp_path):
     assert error == f"pyflash: torch cannot be loaded by {sys.executable}: OSError: a library is missing\n"
 
 
+def test_a_peer_that_was_found_but_cannot_be_loaded_is_left_out(fixed_limits, monkeypatch, capsys, tmp_path):
+    (tmp_path / "jax.py").write_text("raise OSError('a library is missing')")
+    broken = _libraries.Library("jax", "jax", path=str(tmp_path))
+    monkeypatch.setattr(_libraries, "peers", lambda names, folder, on_device: [broken])
+    assert bench("tiny-float32", *QUICK[1:], "--backends", "c") == 0
+    said = capsys.readouterr().out
+    assert "not compared: jax cannot be loaded by" in said and "OSError: a library is missing" in said
+
+
 def test_where_nothing_can_be_written(nothing_measured, capsys, tmp_path):
     file = tmp_path / "file"
     file.write_text("")

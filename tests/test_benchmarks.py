@@ -154,6 +154,20 @@ def test_a_process_that_ends_is_a_row_and_the_others_go_on(session, monkeypatch)
     assert "median" in measured(session, SMALL).rows[SMALL.name, "c"]
 
 
+def test_what_was_prepared_in_a_process_ends_with_it(session, monkeypatch):
+    ask = Process.ask
+
+    def dies(process, do, **arguments):
+        if do == "answer" and arguments["name"] == "dies":
+            process._process.kill()
+        return ask(process, do, **arguments)
+
+    monkeypatch.setattr(Process, "ask", dies)
+    rows = measured(session, SMALL, SMALL._replace(name="dies"), SMALL._replace(name="later")).rows
+    assert rows[SMALL.name, "c"] == {"failed": _engine.ENDED_ELSEWHERE}
+    assert "the process ended" in rows["dies", "c"]["failed"] and "median" in rows["later", "c"]
+
+
 def test_a_process_says_why_it_ended(tmp_path):
     process = Process(C._replace(path=str(tmp_path)), "", _session.cpus()[:1])
     (tmp_path / "pyflash.py").write_text("raise SystemExit('no such luck')")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from .._errors import invalid
-from . import _libraries, _plots, _results
+from . import _libraries, _peers, _plots, _results
 from ._engine import Key
 from ._limits import described
 from ._process import Row
@@ -237,21 +237,17 @@ def run(
     check_writable(json, plots)
     if source is not None:
         return _show(console, _results.Results.read(source), plots)
-    chosen, counts = workloads_of(workloads), threads_of(how.pop("threads"))
+    chosen, counts = workloads_of(workloads), threads_of(how["threads"])
     _check_numbers(runs, how)
-    of_commit = _results.own_commit() if how["commit"] is None else how["commit"]
-    compared = libraries(*(how.pop(name) for name in ("backends", "peers", "peers_from", "also")))
+    compared = libraries(how["backends"], how["peers"], how["peers_from"], how["also"])
     found = Run(json)
     for number in range(runs):
         for threads in counts:
-            session = Session(
-                compared, how["isa"], threads, how["seconds"], how["turn"], how["rotate"], of_commit
-            )
-            if number == 0 and threads == counts[0]:
+            session = _session(compared, threads, how)
+            if not found.runs:
                 _say_what(console, session)
-            console.print(
-                f"run {number + 1} of {runs}, {threads} threads: {described(session.before)}", markup=False
-            )
+            limits = described(session.before)
+            console.print(f"run {number + 1} of {runs}, {threads} threads: {limits}", **_PLAIN)
             if not measure(found, errors, chosen, session):
                 return _interrupted(console, errors, found, json, plots)
             console.print(_terminal.limits_line(found.runs[-1]), **_PLAIN)
@@ -259,6 +255,14 @@ def run(
     if json is not None:
         console.print(f"written to {json}", **_PLAIN)
     return status
+
+
+def _session(compared: list[_libraries.Library], threads: int, how: dict[str, Any]) -> Session:
+    """Return a session; of the peers that nobody named those that cannot be loaded are left out."""
+    of_commit = _results.own_commit() if how["commit"] is None else how["commit"]
+    optional = _peers.PEERS if how["peers"] is None else ()
+    numbers = how["seconds"], how["turn"], how["rotate"]
+    return Session(compared, how["isa"], threads, *numbers, of_commit, optional)
 
 
 def _check_numbers(runs: int, how: dict[str, Any]) -> None:
@@ -276,6 +280,8 @@ def _say_what(console: Any, session: Session) -> None:
     if "gpu" in machine:
         console.print(machine["gpu"], **_PLAIN)
     words = [f"{_plots.label(name)} {info['version']}" for name, info in session.info.items()]
+    for text in session.left_out:
+        console.print(f"not compared: {text}", **_PLAIN)
     console.print(f"compared: {', '.join(words)}", **_PLAIN)
 
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from ._session import Session
 
 MIN_ROUNDS = 5
+ENDED_ELSEWHERE = "its process ended in the call of another workload"
 
 Key = tuple[str, str]  # (workload, library)
 #: Called with the part of a group that has been done since the last call, and what is being done.
@@ -165,6 +166,7 @@ class Group:
             answer = process.ask("answer", library=library.name, name=w.name, rows=rows, shape=shape)
         except Ended as error:
             self._lost(library)
+            self._fail_prepared(library)
             return {"failed": str(error)}
         if "rows" not in answer:
             return answer
@@ -179,6 +181,13 @@ class Group:
         """Forget a process that has ended: the next call starts another."""
         self._session.lost(self._processes.pop(library.process))
 
+    def _fail_prepared(self, library: Library) -> None:
+        """Give up what was prepared in the process of a library, which has ended."""
+        for key, row in self.rows.items():
+            same = self._libraries[key[1]].process == library.process
+            if same and "error" in row and "growth_bytes" not in row:
+                self.rows[key] = {"failed": ENDED_ELSEWHERE}
+
     def _turn(self, workload: str, library: Library) -> Turn:
         seconds = self._session.turn_seconds(library)
 
@@ -186,7 +195,7 @@ class Group:
             process = self._processes.get(library.process)
             try:
                 if process is None:
-                    raise Ended("its process ended in the call of another workload")
+                    raise Ended(ENDED_ELSEWHERE)
                 found = process.ask("turn", library=library.name, name=workload, seconds=seconds)
             except Ended as error:
                 if process is not None:

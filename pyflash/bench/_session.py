@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
+from collections.abc import Collection
 from typing import Any
 
 from .. import _c
@@ -18,6 +19,10 @@ from ._workloads import Workload
 TURN_SECONDS, DEVICE_TURN_SECONDS = 0.05, 0.01
 
 
+class NotLoaded(PyflashError):
+    """A library is not where it was said or found to be, or does not work there."""
+
+
 class Session:
     """What is measured with, until `finished`."""
 
@@ -30,8 +35,10 @@ class Session:
         turn: float | None,
         rotate: float,
         of_commit: str,
+        optional: Collection[str] = (),
     ) -> None:
-        self.libraries, self.threads, self._commit = libraries, threads, of_commit
+        """Ask every library what it is; those of `optional` that cannot be loaded are left out."""
+        self.threads, self._commit = threads, of_commit
         self.seconds, self._turn, self._rotate_bytes = seconds, turn, rotate * 2**20
         self._cpus = cpus()
         if not 1 <= threads <= len(self._cpus):
@@ -39,8 +46,15 @@ class Session:
         self._of_device: dict[str, Process] = {}  # kept: to start one again takes seconds
         self.isa = _c.choose_isa(isa)[0]
         self.info: dict[str, Row] = {}
+        self.left_out: list[str] = []
         for library in libraries:
-            self.info[library.name] = self._ask_info(library)
+            try:
+                self.info[library.name] = self._ask_info(library)
+            except NotLoaded as error:
+                if library.name not in optional:
+                    raise
+                self.left_out.append(str(error))
+        self.libraries = [library for library in libraries if library.name in self.info]
         self._probes = Limits(self.isa, self._cpus)
         self.before: dict[str, float] = self.measure_limits()
 
@@ -55,7 +69,7 @@ class Session:
             if process is not None:
                 self.stop(process)
         if "failed" in found:
-            raise PyflashError(f"{library.name} cannot be loaded by {library.python}: {found['failed']}")
+            raise NotLoaded(f"{library.name} cannot be loaded by {library.python}: {found['failed']}")
         if library.path:
             found["commit"] = commit(library.path)
         if library.is_pyflash:
