@@ -81,6 +81,13 @@ def test_bad_options_are_found_first(nothing_measured, capsys, arguments, words)
     assert words in refused(capsys, *arguments)
 
 
+def test_workloads_for_nobody(nothing_measured, monkeypatch, capsys):
+    cuda = _libraries.Library("cuda", "cuda", option="pyflash")
+    monkeypatch.setattr(_libraries, "backends", lambda names: [cuda])
+    error = refused(capsys, "memory-over-n-512", "--peers")
+    assert error == "pyflash: WORKLOAD: found memory-over-n-512, expected one that is for any of cuda\n"
+
+
 def test_an_instruction_set_that_is_not_there(capsys):
     assert "isa: found 'sse9', expected one of 'scalar'" in refused(capsys, "tiny", *QUICK, "--isa", "sse9")
 

@@ -240,14 +240,17 @@ def run(
     chosen, counts = workloads_of(workloads), threads_of(how["threads"])
     _check_numbers(runs, how)
     compared = libraries(how["backends"], how["peers"], how["peers_from"], how["also"])
+    if not any(library.takes(w) for library in compared for w in chosen):
+        names = ", ".join(library.name for library in compared)
+        raise invalid("WORKLOAD", chosen[0].name, f"one that is for any of {names or 'no library at all'}")
     found = Run(json)
     for number in range(runs):
         for threads in counts:
             session = _session(compared, threads, how)
             if not found.runs:
                 _say_what(console, session)
-            limits = described(session.before)
-            console.print(f"run {number + 1} of {runs}, {threads} threads: {limits}", **_PLAIN)
+            words = f"run {number + 1} of {runs}, {_plots.threads_in_words(threads)}"
+            console.print(f"{words}: {described(session.before)}", **_PLAIN)
             if not measure(found, errors, chosen, session):
                 return _interrupted(console, errors, found, json, plots)
             console.print(_terminal.limits_line(found.runs[-1]), **_PLAIN)

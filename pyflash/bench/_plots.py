@@ -57,6 +57,11 @@ def label(library: str) -> str:
     return f"pyflash {library}" if library in ("c", "cuda", "numpy") else library
 
 
+def threads_in_words(count: int) -> str:
+    """Return so many threads."""
+    return f"{count} thread{'s' if count > 1 else ''}"
+
+
 def plots_of(results: Results) -> Iterator[Plot]:
     """Yield the plots that a file has data for."""
     for plot in PLOTS:
@@ -230,7 +235,7 @@ def draw(path: Path, plot: Plot, results: Results, source: str = "") -> None:
         words = [
             where,
             *filter(None, [content["isa"]]),
-            f"{results.threads} thread{'s' if results.threads > 1 else ''}",
+            threads_in_words(results.threads),
         ]
         ax.set_title(f"{plot.title}\n{', '.join(words)}", fontsize=10)
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -164,7 +164,11 @@ class Session:
         device = next((info for info in self.info.values() if "gpu" in info), {})
         return {
             "machine": machine() | {name: device[name] for name in ("gpu", "sms") if name in device},
-            **({"gpu": smi("driver_version", "clocks.max.sm", "power.limit")} if device else {}),
+            **(
+                {"gpu": smi("driver_version", "clocks.max.sm", "clocks.max.memory", "power.limit")}
+                if device
+                else {}
+            ),
             "commit": self._commit,
             "isa": self.isa,
             "libraries": self.info,
