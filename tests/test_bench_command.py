@@ -63,6 +63,8 @@ def test_an_unknown_workload_has_neighbours(nothing_measured, capsys):
     ("arguments", "words"),
     [
         (["--backends", "metal"], "--backends: found 'metal', expected any of c, numpy, cuda, naive"),
+        (["--backends", "c", "tiny"], "cuda, naive; workloads stand before the options"),
+        (["--peers", "over-n-128"], "NAME=PYTHON; workloads stand before the options"),
         (["--peers", "keras"], "--peers: found 'keras', expected any of torch, onnxruntime"),
         (["--peers", "torch=/no/such/python"], "after '=' a Python that can be run"),
         (["--peers", "torch-flash=python3"], "before '=' one of torch, onnxruntime"),

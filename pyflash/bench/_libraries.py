@@ -14,7 +14,7 @@ from typing import NamedTuple
 from .. import _backends
 from .._errors import BackendUnavailable, invalid
 from ._peers import ON_HOST, PEERS, Peer, importable, installed
-from ._workloads import Workload
+from ._workloads import UnknownWorkload, Workload, picked
 
 #: What `--backends` takes: "naive" is `naive_attention`, the textbook's computation.
 BACKENDS = ("c", "numpy", "cuda", "naive")
@@ -104,7 +104,7 @@ def backends(names: Sequence[str] | None) -> list[Library]:
     found = []
     for name in dict.fromkeys(names):
         if name not in BACKENDS:
-            raise invalid("--backends", repr(name), f"any of {', '.join(BACKENDS)}")
+            raise invalid("--backends", repr(name), f"any of {', '.join(BACKENDS)}{_misplaced(name)}")
         if name == "cuda":
             if reason is not None:
                 raise BackendUnavailable(f"--backends: 'cuda' cannot be measured: {reason}")
@@ -114,6 +114,15 @@ def backends(names: Sequence[str] | None) -> list[Library]:
             _backends.resolve("c")
         found.append(Library(name, "pyflash", option=name))
     return found
+
+
+def _misplaced(name: str) -> str:
+    """Return a hint where what an option got is the name of a workload."""
+    try:
+        picked([name])
+    except UnknownWorkload:
+        return ""
+    return "; workloads stand before the options"
 
 
 def no_device() -> str | None:
@@ -156,7 +165,8 @@ def peers(names: Iterable[str] | None, folder: Path, on_device: bool) -> list[Li
             continue
         fitting = [name for name in PEERS if fnmatchcase(name, text)]
         if not fitting:
-            raise invalid("--peers", repr(text), f"any of {', '.join(PEERS)}, or NAME=PYTHON")
+            expected = f"any of {', '.join(PEERS)}, or NAME=PYTHON{_misplaced(text)}"
+            raise invalid("--peers", repr(text), expected)
         there = [name for name in fitting if name in own or _found(PEERS[name])]
         if not there:
             raise _not_installed(text, fitting[0])
