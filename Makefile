@@ -37,7 +37,7 @@ test: $(VENV)/.extra-test $(VENV)/.model ## run the tests (ARGS="-k name" picks)
 test-long: $(VENV)/.extra-test $(VENV)/.extra-cuda13 $(VENV)/.model ## run the exhaustive tests: sweeps, all CUDA variants
 	$(BIN)/pytest --numprocesses=$(JOBS) -m long $(ARGS)
 
-bench: $(VENV)/.extra-bench ## time every workload beside the peers (ARGS="-k prefill --isa avx2")
+bench: $(VENV)/.extra-dev ## time every workload beside the peers (ARGS="-k prefill --isa avx2")
 	mkdir -p build
 	$(BIN)/pytest benchmarks -p no:cacheprovider --benchmark-json=build/pytest-benchmark.json $(ARGS)
 
@@ -76,7 +76,7 @@ test-cuda: $(VENV)/.extra-dev $(VENV)/.extra-cuda13 ## compile the CUDA kernels 
 # Checked extensions are built beside the usual one, without touching it. They are tested on what the C code
 # does: the model and the demo would repeat it slowly, and a checker's own memory is not flat, nor its code fast.
 CHECKED := --ignore=tests/test_generate.py --ignore=tests/test_demo.py --ignore=tests/test_cli.py \
-	--ignore=tests/test_spills.py -k "not memory_is_flat" -p no:cacheprovider --capture=sys
+	--ignore=tests/test_spills.py --ignore=tests/test_benchmarks.py --ignore=tests/test_bench_command.py -k "not memory_is_flat" -p no:cacheprovider --capture=sys
 checked_build = CFLAGS="-g -fno-omit-frame-pointer $(1)" $(BIN)/python setup.py --quiet build \
 	--build-base build/$@ --build-lib build/$@/lib
 # PYTHONSAFEPATH: child processes of the tests must not find the extension in the current folder.

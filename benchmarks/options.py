@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from driver import HERE, commit, interleave, machine
 
 import pyflash
+from pyflash.bench._engine import interleave
+from pyflash.bench._results import machine, own_commit
 
 #: Name of an option -> keywords of the call, from (batch, num_heads, seqlen_q, seqlen_kv).
 Options = dict[str, dict[str, Any]]
@@ -109,13 +110,14 @@ def groups(threads: int) -> Iterator[tuple[str, dict[str, Callable[[], Any]]]]:
         yield name, calls
 
 
-def timed(call: Callable[[], Any]) -> Callable[[], list[float]]:
+def timed(call: Callable[[], Any]) -> Callable[[], tuple[list[float], float]]:
     """Return a turn of one call."""
 
-    def turn() -> list[float]:
+    def turn() -> tuple[list[float], float]:
         begin = time.perf_counter()
         call()
-        return [time.perf_counter() - begin]
+        took = time.perf_counter() - begin
+        return [took], took
 
     return turn
 
@@ -134,7 +136,7 @@ def main() -> None:
     os.environ["PYFLASH_ISA"] = args.isa
     result: dict[str, Any] = {
         "machine": machine(),
-        "commit": commit(HERE.parent),
+        "commit": own_commit(),
         "isa": args.isa,
         "threads": args.threads,
         "groups": {},

@@ -20,9 +20,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-from bench import CPUS, machine
 
 import pyflash
+from pyflash.bench._results import machine
+from pyflash.bench._session import cpus
 
 PERCENTILES = (0, 10, 50, 90, 99, 100)
 #: (batch, num_heads, seqlen_q, seqlen_kv, head_dim): short calls, in which a stall shows.
@@ -80,7 +81,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     settings = {name: value for name, value in os.environ.items() if name.startswith(("OMP_", "GOMP_"))}
-    print(f"{len(CPUS)} CPUs; {settings or 'default settings'}")
+    print(f"{len(cpus())} CPUs; {settings or 'default settings'}")
     rows = []
     for shape in (name for name in SHAPES if arguments.only in name):
         calls = calls_of(SHAPES[shape], not arguments.without_torch)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Sequence
@@ -58,7 +59,10 @@ def _parser() -> argparse.ArgumentParser:
     demo.set_defaults(command=_demo)
 
     info = commands.add_parser("info", help="show versions, CPU, instruction sets, threads, GPUs, backends")
+    info.add_argument("--json", action="store_true", dest="as_json", help="as one JSON object")
     info.set_defaults(command=_info)
+
+    _bench_arguments(commands)
 
     generate = commands.add_parser(
         "generate",
@@ -92,6 +96,12 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _bench_arguments(commands: Any) -> None:
+    from pyflash.bench import _cli
+
+    _cli.add_to(commands)
+
+
 def _demo() -> int:
     from pyflash._demo import run  # says what to install where rich is missing: so it comes first
 
@@ -100,8 +110,13 @@ def _demo() -> int:
     return run(Console())
 
 
-def _info() -> None:
-    pyflash.show_runtime()
+def _info(as_json: bool) -> None:
+    from pyflash import _runtime
+
+    if as_json:
+        print(json.dumps({label.strip(): value for label, value in _runtime.runtime_report()}, indent=1))
+    else:
+        pyflash.show_runtime()
 
 
 def _generate(temperature: float | None, seed: int | None, **options: Any) -> None:

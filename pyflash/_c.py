@@ -461,3 +461,19 @@ def primitive(isa: str, name: str, *arrays: Array, factor: float = 1.0, dtype: s
     else:
         raise invalid("name", repr(name), "a primitive")
     return out
+
+
+_LIMIT_KINDS = {"float32": 0, "float64": 1, "amx": 2}
+
+
+def limit_operations(isa: str, kind: str, rounds: int) -> float:
+    """Compute as fast as this thread can, for benchmarks; return the operations done.
+
+    Zero where `kind`, "float32", "float64" or "amx", the products of a matrix unit, is not there.
+    """
+    return float(lib.pf_limit_operations(compiled_isas()[isa], _LIMIT_KINDS[kind], rounds))
+
+
+def limit_read(isa: str, x: Array) -> float:
+    """Read contiguous float32 once, as fast as this thread can; return the bytes."""
+    return float(lib.pf_limit_read(compiled_isas()[isa], ffi.from_buffer("float[]", x), x.size))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import json
-import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -12,27 +13,51 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from conftest import CUDA_IS_EMULATED
 
 import pyflash
+from pyflash.bench import _check, _engine, _libraries, _plots, _server, _session, _workloads
+from pyflash.bench._libraries import Library
+from pyflash.bench._limits import Limits, agree, fraction
+from pyflash.bench._process import Ended, Process
+from pyflash.bench._results import Results, default_name, save
+from pyflash.bench._workloads import WORKLOADS
+from pyflash.bench.calls import pyflash as pyflash_calls
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
-import bench_gpu as gpu
-import driver
-import report
-import workloads
-from workloads import WORKLOADS
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import report  # noqa: E402 - it lies in another folder
 
 SMALL = WORKLOADS["tiny-float32"]._replace(num_heads=4, num_kv_heads=2, seqlen_kv=48)
+C = Library("c", "pyflash", option="c")
+
+
+class FixedLimits:
+    """Limits without the seconds that measuring them takes."""
+
+    def __init__(self, isa, cpus):
+        pass
+
+    def measure(self, num_threads):
+        return {"float32": 1e9, "float64": 5e8, "read": 1e9}
+
+
+def new_session(*libraries, **how):
+    options = {"isa": None, "threads": 1, "seconds": 0.0, "turn": 0.0, "rotate": 0.0, "of_commit": ""}
+    return _session.Session(list(libraries), **options | how)
 
 
 @pytest.fixture
 def session(monkeypatch):
-    """A session of pyflash on one thread, without the seconds that measuring limits takes."""
-    monkeypatch.setattr(driver, "Limits", lambda isa, cpus: None)
-    monkeypatch.setattr(driver.Session, "measure_limits", lambda self: {"float32": 1e9, "read": 1e9})
-    folder = str(Path(pyflash.__file__).parents[1])  # the pyflash that this process has
-    library = driver.Library("pyflash", "pyflash", sys.executable, folder)
-    return driver.Session([library], "", 1, seconds=0.0, turn=0.0, rotate=0.0, of_commit="")
+    """A session of pyflash on one thread."""
+    monkeypatch.setattr(_session, "Limits", FixedLimits)
+    return new_session(C)
+
+
+def measured(session, *workloads):
+    group = session.group(list(workloads))
+    group.measure()
+    return group
 
 
 def test_names_and_bases():
@@ -44,8 +69,8 @@ def test_names_and_bases():
 @pytest.mark.parametrize("dtype", ["int8", "int4"])
 def test_quantised_numbers_are_those_of_the_library(dtype):
     x = np.random.default_rng(0).standard_normal((2, 3, 5, 8), dtype=np.float32)
-    codes, scale = workloads.quantised(x, dtype)
-    meant = workloads.numbers(codes, dtype, scale)
+    codes, scale = _workloads.quantised(x, dtype)
+    meant = _workloads.numbers(codes, dtype, scale)
     assert np.abs(meant - x).max() <= scale.max() * 0.5001
     k, v, q = (np.moveaxis(a, 1, 2) for a in (codes, codes, x))
     scales = np.moveaxis(scale, 1, 2)
@@ -58,41 +83,191 @@ def test_quantised_numbers_are_those_of_the_library(dtype):
 def test_bfloat16_bits():
     ml_dtypes = pytest.importorskip("ml_dtypes")
     x = np.random.default_rng(0).standard_normal(10000, dtype=np.float32)
-    bits = workloads.stored_as(x, "bfloat16")
+    bits = _workloads.stored_as(x, "bfloat16")
     np.testing.assert_array_equal(bits, x.astype(ml_dtypes.bfloat16).view(np.uint16))
 
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_rows_to_compare_with(causal):
     w = SMALL._replace(seqlen_q=48, causal=causal)
-    arrays, rows = w.arrays(), driver.checked_rows(w)
+    arrays, rows = w.arrays(), _check.checked_rows(w)
     full = pyflash.naive_attention(*(arrays[x] for x in "qkv"), causal=causal, layout="bhsd")
-    np.testing.assert_allclose(driver.exact_rows(w, arrays, rows), [full[row] for row in rows], atol=1e-5)
+    np.testing.assert_allclose(_check.exact_rows(w, arrays, rows), [full[row] for row in rows], atol=1e-5)
 
 
 @pytest.mark.parametrize("change", [{}, {"kv_dtype": "int8"}, {"variant": "paged"}, {"variant": "no-out"}])
 def test_a_right_answer_is_timed(session, change):
-    group = session.group([SMALL._replace(**change)])
-    row = group.rows[SMALL.name, "pyflash"]
-    assert row["error"] <= driver.TOLERANCE["float32"]
-    assert row["repetitions"] >= driver.MIN_ROUNDS and row["median"] >= row["min"] > 0
+    row = measured(session, SMALL._replace(**change)).rows[SMALL.name, "c"]
+    assert row["error"] <= _check.TOLERANCE["float32"]
+    assert row["repetitions"] >= _engine.MIN_ROUNDS and row["median"] >= row["min"] > 0
+
+
+def test_backends_side_by_side(monkeypatch):
+    monkeypatch.setattr(_session, "Limits", FixedLimits)
+    session = new_session(*_libraries.backends(["numpy", "naive", "c"]))
+    large, paged = (
+        SMALL._replace(name="large", seqlen_kv=10**9),
+        SMALL._replace(name="paged", variant="paged"),
+    )
+    rows = measured(session, SMALL).rows
+    assert "ratio" not in rows[SMALL.name, "numpy"]
+    assert rows[SMALL.name, "naive"]["ratio"] > 0 and rows[SMALL.name, "c"]["ratio"] > 0
+    for w, option, reason in (
+        (large, "numpy", "too long"),
+        (large._replace(memory=True, seqlen_q=10**9), "naive", "too long"),
+        (SMALL._replace(seqlen_q=4000, seqlen_kv=10000), "naive", "matrix of scores"),
+        (SMALL._replace(device=True, seqlen_q=10**5, seqlen_kv=10**5, num_heads=64), "c", "too long"),
+        (paged, "naive", "dense keys"),
+    ):
+        with pytest.raises(pyflash_calls.Unsupported, match=reason):
+            pyflash_calls.prepare(w, {}, 1, option)
 
 
 def test_a_wrong_answer_is_not_timed(session, monkeypatch):
-    monkeypatch.setattr(driver, "exact_rows", lambda w, arrays, rows: np.ones((len(rows), w.head_dim)))
-    group = session.group([SMALL])
-    assert "wrong" in group.rows[SMALL.name, "pyflash"] and not group.times
+    monkeypatch.setattr(_engine, "exact_rows", lambda w, arrays, rows: np.ones((len(rows), w.head_dim)))
+    group = measured(session, SMALL)
+    assert "wrong" in group.rows[SMALL.name, "c"] and not group.times
+
+
+def test_nan_is_wrong(session, monkeypatch):
+    monkeypatch.setattr(_engine, "largest_error", lambda found, exact: float("nan"))
+    assert "wrong" in measured(session, SMALL).rows[SMALL.name, "c"]
 
 
 def test_a_call_that_fails_is_a_row(session):
-    group = session.group([SMALL._replace(variant="paged", seqlen_kv=50), SMALL._replace(name="right")])
-    assert "ValueError" in group.rows[SMALL.name, "pyflash"]["failed"]
-    assert "median" in group.rows["right", "pyflash"]
+    group = measured(session, SMALL._replace(variant="paged", seqlen_kv=50), SMALL._replace(name="right"))
+    assert "ValueError" in group.rows[SMALL.name, "c"]["failed"]
+    assert "median" in group.rows["right", "c"]
+
+
+def test_a_process_that_ends_is_a_row_and_the_others_go_on(session, monkeypatch):
+    ask = Process.ask
+
+    def dies(process, do, **arguments):
+        if do == "turn" and arguments["name"] == "dies":
+            process._process.kill()
+        return ask(process, do, **arguments)
+
+    monkeypatch.setattr(Process, "ask", dies)
+    rows = measured(session, SMALL._replace(name="dies")).rows
+    assert "ended" in rows["dies", "c"]["failed"]
+    assert "median" in measured(session, SMALL).rows[SMALL.name, "c"]
+
+
+def test_what_was_prepared_in_a_process_ends_with_it(session, monkeypatch):
+    ask = Process.ask
+
+    def dies(process, do, **arguments):
+        if do == "answer" and arguments["name"] == "dies":
+            process._process.kill()
+        return ask(process, do, **arguments)
+
+    monkeypatch.setattr(Process, "ask", dies)
+    rows = measured(session, SMALL, SMALL._replace(name="dies"), SMALL._replace(name="later")).rows
+    assert rows[SMALL.name, "c"] == {"failed": _engine.ENDED_ELSEWHERE}
+    assert "the process ended" in rows["dies", "c"]["failed"] and "median" in rows["later", "c"]
+
+
+def test_a_process_says_why_it_ended(tmp_path):
+    process = Process(C._replace(path=str(tmp_path)), "", _session.cpus()[:1])
+    (tmp_path / "pyflash.py").write_text("raise SystemExit('no such luck')")
+    with pytest.raises(Ended, match="no such luck"):
+        process.ask("info", module="pyflash")
+    process.end()
 
 
 def test_growth_of_memory_is_flat(session):
-    group = session.group([SMALL._replace(memory=True)])
-    assert 0 <= group.rows[SMALL.name, "pyflash"]["growth_bytes"] < 2**20
+    group = measured(session, SMALL._replace(memory=True))
+    assert 0 <= group.rows[SMALL.name, "c"]["growth_bytes"] < 2**20
+
+
+def test_growth_of_memory_of_the_textbook_is_seen(monkeypatch):
+    monkeypatch.setattr(_session, "Limits", FixedLimits)
+    session = new_session(*_libraries.backends(["c", "naive"]))
+    w = WORKLOADS["memory-over-n-1024"]
+    rows = measured(session, w).rows
+    assert rows[w.name, "naive"]["growth_bytes"] > 8 * 1024**2 > 4 * rows[w.name, "c"]["growth_bytes"]
+
+
+def test_turns_are_given_round_by_round():
+    calls = []
+    turns = {name: lambda name=name: (calls.append(name) or [float(len(calls))], 0.0) for name in "abc"}
+    times = _engine.interleave(turns, 0.0)
+    assert [len(found) for found in times.values()] == [_engine.MIN_ROUNDS] * 3
+    rounds = [sorted(calls[i : i + 3]) for i in range(0, len(calls), 3)]
+    assert rounds == [["a", "b", "c"]] * _engine.MIN_ROUNDS
+    assert _engine.interleave({}, 1.0) == {}
+    assert _engine.ratio([[2.0], [9.0], [4.0]], [[1.0], [3.0], [4.0]]) == 2.0
+    assert _engine.ratio([[4.0]], [[1.0], [2.0], [3.0]]) == 2.0
+
+
+def test_a_turn_that_fails_is_left_out():
+    said, parts = {}, []
+
+    def fails():
+        raise _engine.TurnFailed("no")
+
+    turns = {"right": lambda: ([1.0], 0.125), "fails": fails}
+    times = _engine.interleave(turns, 1.0, parts.append, said.__setitem__)
+    assert list(times) == ["right"] and len(times["right"]) == 8 and said == {"fails": "no"}
+    assert sum(parts) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(("turns_before", "kept"), [(2 * _engine.MIN_ROUNDS - 1, None), (15, 7)])
+def test_an_interruption_keeps_whole_rounds(turns_before, kept):
+    times, calls = {}, []
+
+    def turn():
+        if len(calls) == turns_before:
+            raise KeyboardInterrupt
+        calls.append(1)
+        return [1.0], 0.0
+
+    with pytest.raises(KeyboardInterrupt):
+        _engine.interleave({"a": turn, "b": turn}, 1.0, times=times)
+    assert {name: len(rounds) for name, rounds in times.items()} == ({"a": kept, "b": kept} if kept else {})
+
+
+def test_a_peer_needs_no_pyflash():
+    """Its process finds workloads and calls without importing the package, which may not be there."""
+    code = (
+        "import importlib, sys, types; package = types.ModuleType('alone'); "
+        f"package.__path__ = [{str(Path(_server.__file__).parent)!r}]; sys.modules['alone'] = package; "
+        "importlib.import_module('alone._server'); importlib.import_module('alone.calls'); "
+        "importlib.import_module('alone._workloads'); assert 'pyflash' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_limits_are_measured():
+    isa = pyflash.available_isas()[-1]
+    found = Limits(isa, _session.cpus(), scale=0.001).measure(len(_session.cpus()))
+    assert set(found) == {"float32", "float64", "read"} | ({"amx"} if isa == "amx" else set())
+    assert min(found.values()) > 0
+
+
+def test_fractions_compare_with_what_binds():
+    limits = {"float32": 1e11, "float64": 5e10, "amx": 1e12, "read": 1e10, "matmul": 1e15, "copy": 4e12}
+    prefill, decode = WORKLOADS["prefill-1x8x4096x128-float32"], WORKLOADS["decode-1x32768-float32"]
+    assert fraction(prefill, 1.0, limits) == prefill.flops / 1e11
+    assert fraction(decode, 1.0, limits) == decode.kv_bytes / 1e10
+    assert fraction(prefill._replace(dtype="bfloat16"), 1.0, limits) == prefill.flops / 1e12
+    assert fraction(prefill, 1.0, limits, on_device=True) == prefill.flops / 1e15
+    assert fraction(prefill, 1.0, {"float32": 1e11, "read": 1e10}, on_device=True) is None
+    assert agree(limits, {**limits, "read": 1.04e10}) and not agree(limits, {**limits, "read": 0.9e10})
+
+
+@pytest.mark.skipif(not CUDA_IS_EMULATED, reason="needs PYFLASH_TEST_EMULATED_CUDA=1")
+@pytest.mark.parametrize("change", [{}, {"kv_dtype": "int8"}, {"variant": "paged"}, {"causal": True}])
+def test_calls_on_cuda_emulated(change):
+    """What is timed on a GPU, put together here and computed by the emulator from arrays of the host."""
+    w = SMALL._replace(seqlen_q=2, dtype="float16", **change)
+    arrays, rows = w.arrays(), _check.checked_rows(w)
+    call = pyflash_calls.bound(w, arrays, lambda x, dtype: x, backend="cuda")
+    assert call.explained.backend == "cuda" and pyflash_calls.notes_of(call.explained, "kernel")
+    out = np.moveaxis(call(), call.heads_axis, 1)
+    found = np.array([out[row] for row in rows]).astype(np.float64)
+    assert _check.largest_error(found, _check.exact_rows(w, arrays, rows)) <= _check.TOLERANCE["float16"]
 
 
 def test_pages_fit_the_result_files():
@@ -124,7 +299,7 @@ def test_runs_whose_limits_moved_do_not_count():
         "runs": [result(False, 9.0), result(True, 1.0), result(True, 2.0), result(True, 4.0)],
     }
     name = "prefill-1x8x1024x64-float32"
-    results = report.Results(Path("x.json"), content)
+    results = Results("x", content)
     assert results.value(name, "pyflash", "median") == 2.0
     assert results.best_peer(name) == ("torch", 2.0)
     text = "\n".join(report.page_section([results]))
@@ -132,51 +307,100 @@ def test_runs_whose_limits_moved_do_not_count():
     failed = copy.deepcopy(content)
     for run in failed["runs"]:
         run["rows"][name]["torch"] = {"wrong": 0.5}
-    assert "wrong" in "\n".join(report.times_table(report.Results(Path("x.json"), failed)))
+    assert "wrong" in "\n".join(report.times_table(Results("x", failed)))
 
 
 def test_a_library_is_a_python_or_a_folder(tmp_path):
-    assert driver.Library.parse(f"old={tmp_path}", "pyflash").path == os.fspath(tmp_path.resolve())
-    assert driver.Library.parse("torch=/some/python") == driver.Library("torch", "torch", "/some/python")
-    with pytest.raises(ValueError, match="expected NAME=PYTHON"):
-        driver.Library.parse("torch")
+    assert Library.parse("--also", f"old={tmp_path}", "pyflash", "c") == Library(
+        "old", "pyflash", path=str(tmp_path.resolve()), option="c"
+    )
+    assert Library.parse("--peers", f"torch={sys.executable}").module == "torch"
+    for text in ("torch", "torch=", "torch=/no/such/python"):
+        with pytest.raises(pyflash.PyflashError, match="--peers"):
+            Library.parse("--peers", text)
 
 
-# --- the script for a GPU ---
+def test_what_is_for_whom():
+    peer, cuda = Library("torch", "torch"), Library("cuda", "cuda", option="pyflash")
+    flash = Library("torch-flash", "cuda", option="FLASH_ATTENTION")
+    assert cuda.is_pyflash and not flash.is_pyflash and cuda.process == flash.process != peer.process
+    device = WORKLOADS["decode-16x8192-bfloat16"]
+    assert [library.takes(device) for library in (peer, C, cuda, flash)] == [False, True, True, True]
+    paged = WORKLOADS["decode-1x4096-float32-paged"]
+    assert [library.takes(paged) for library in (peer, C, cuda, flash)] == [False, True, True, False]
+    memory = WORKLOADS["memory-over-n-512"]
+    assert [library.takes(memory) for library in (peer, C, cuda, flash)] == [True, True, False, False]
+    assert C.held_to("avx2") and peer.held_to("avx2") and not flash.held_to("avx2")
+    assert C.environment("avx2", 3)["PYFLASH_ISA"] == "avx2"
+
+
+def test_styles_tell_libraries_apart():
+    names = [*_libraries.BACKENDS, *_libraries.PEERS]
+    assert set(names) <= set(_plots.STYLES) and len(set(_plots.STYLES.values())) == len(_plots.STYLES)
+
+
+def test_files_are_written_as_a_whole(tmp_path):
+    path = tmp_path / "folder" / "x.json"
+    header = {"machine": {"cpu": "A(R) CPU @ 2 GHz"}, "isa": "avx2"}
+    save(path, header, [{"threads": 2}])
+    assert json.loads(path.read_text())["runs"] == [{"threads": 2}]
+    with pytest.raises(TypeError):
+        save(path, header, [{"threads": object()}])
+    assert json.loads(path.read_text())["isa"] == "avx2" and list(path.parent.iterdir()) == [path]
+    assert default_name(header, [{"threads": 2}]) == "a-2-ghz-avx2-2.json"
+
+
+def test_the_pytest_benchmarks_know_the_options():
+    """`make bench` collects the rows that its options ask for."""
+    pytest.importorskip("pytest_benchmark")
+    command = [sys.executable, "-m", "pytest", "benchmarks", "-p", "no:cacheprovider", "--collect-only", "-q"]
+    command += [
+        "--backends",
+        "numpy",
+        "c",
+        "--peers",
+        "--seconds=0",
+        "-k",
+        "tiny-float32-c or tiny-float32-numpy",
+    ]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = [line for line in done.stdout.splitlines() if "::" in line]
+    assert [line.split("[")[1] for line in found] == ["tiny-float32-numpy]", "tiny-float32-c]"]
+
+
+# --- on a GPU ---
 
 
 def test_gpu_workloads_are_those_that_are_asked_for():
-    assert all(name == w.name for name, w in gpu.WORKLOADS.items())
-    by_shape = {(w.head_dim, w.num_heads, w.seqlen_q, w.causal) for w in gpu.picked(["prefill-*-bfloat16"])}
+    gpu = _workloads.picked(["gpu"])
+    by_shape = {(w.head_dim, w.num_heads, w.seqlen_q, w.causal) for w in gpu if w.dtype == "bfloat16"}
     for d, heads in ((64, 32), (128, 16), (256, 8)):
         assert {(d, heads, n, c) for n in (1024, 4096, 16384) for c in (False, True)} <= by_shape
-    large = [w for w in gpu.picked(["prefill-*"]) if w.batch > 1]
+    large = [w for w in gpu if w.batch > 1 and w.seqlen_q > 1]
     assert large and all(w.batch * w.seqlen_q == 16384 for w in large)
-    assert {(w.batch, w.seqlen_kv) for w in gpu.picked(["decode-*"])} == {
-        (1, 8192),
-        (16, 8192),
-        (64, 4096),
-    }
-    assert [w.name for w in gpu.picked(["*1x16x4096x128-float32"])] == ["prefill-1x16x4096x128-float32"]
-    for w in gpu.picked(["decode-*"]):
-        assert gpu.num_sets(w, 50 * 2**20) * w.kv_bytes >= 6 * 50 * 2**20
-    assert gpu.num_sets(gpu.picked(["prefill-*"])[0], 50 * 2**20) == 1
+    decodes = {(w.batch, w.seqlen_kv) for w in gpu if w.seqlen_q == 1}
+    assert decodes == {(1, 8192), (16, 8192), (64, 4096)}
+    assert "prefill-1x16x4096x128-float32" in {w.name for w in gpu}
 
 
-def test_turns_are_given_round_by_round():
-    calls = []
-    turns = {name: lambda name=name: calls.append(name) or float(len(calls)) for name in "abc"}
-    times = gpu.in_turn(turns, 0.0)
-    assert [len(found) for found in times.values()] == [driver.MIN_ROUNDS] * 3
-    rounds = [sorted(calls[i : i + 3]) for i in range(0, len(calls), 3)]
-    assert rounds == [["a", "b", "c"]] * driver.MIN_ROUNDS
-    assert gpu.in_turn({}, 1.0) == {}
-    assert gpu.ratio([2.0, 9.0, 4.0], [1.0, 3.0, 4.0]) == 2.0 and gpu.ratio([4.0], [1.0, 2.0, 3.0]) == 2.0
+class LocalProcess:
+    """The other end of the pipe in this process: what goes through it is JSON all the same."""
+
+    def __init__(self, library, isa, cpus):
+        self._server = _server.Server(len(cpus), "pyflash.bench")
+
+    def ask(self, do, **arguments):
+        command = json.loads(json.dumps({"do": do, **arguments}))
+        return json.loads(json.dumps(self._server.reply(command)))
+
+    def end(self):
+        pass
 
 
 @pytest.fixture
-def bench_on_cpu(monkeypatch):
-    """The script with its tensors on the CPU, where the backend that has the name of cuda is C."""
+def gpu_on_cpu(monkeypatch):
+    """calls/cuda.py with its tensors on the CPU, where pyflash takes C for them."""
     torch = pytest.importorskip("torch")
 
     class Event:
@@ -196,54 +420,78 @@ def bench_on_cpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(gpu, "DEVICE", "cpu")
-    monkeypatch.setattr(gpu, "missing", lambda: None)
-    monkeypatch.setattr(gpu.Bench, "measure_limits", lambda self: {"copy": 1e10, "matmul": 1e11})
-    monkeypatch.setattr(
-        gpu.Bench, "_captured", lambda self, one, sets: lambda: [one(number) for number in sets]
-    )
-    small = {
-        "prefill": SMALL._replace(name="prefill", seqlen_q=48, causal=True, dtype="bfloat16"),
-        "decode": SMALL._replace(name="decode"),
-    }
-    monkeypatch.setattr(gpu, "WORKLOADS", small)
+    calls = importlib.import_module("pyflash.bench.calls.cuda")
+    monkeypatch.setattr(calls, "DEVICE", "cpu")
+    monkeypatch.setattr(calls, "_measure_limits", lambda: {"copy": 1e10, "matmul": 1e11})
+    monkeypatch.setattr(calls, "_captured", lambda one, sets: lambda: [one(number) for number in sets])
+    monkeypatch.setattr(_session, "Process", LocalProcess)
+    monkeypatch.setattr(_session, "Limits", FixedLimits)
+    return calls
 
 
-def test_the_gpu_script_end_to_end(bench_on_cpu, tmp_path, capsys):
-    path = tmp_path / "results" / "gpu.json"
-    pytest.importorskip("cupy")
-    assert gpu.main(["--seconds", "0", "--turn", "0.0001", "--results", str(path), "--commit", "abc"]) == 0
-    said = capsys.readouterr().out.splitlines()
-    head, prefill, decode = said[-3:]  # the table stands last
-    assert head.split()[:5] == ["workload", "kernel", "us", "TFLOP/s", "TB/s"]
-    assert prefill.startswith("prefill ") and decode.startswith("decode ")
-    content = json.loads(path.read_text())
-    assert (content["commit"], len(content["limits"]), content["machine"]["gpu"]) == ("abc", 2, "no GPU")
-    for w in gpu.WORKLOADS.values():
-        rows = content["rows"][w.name]
-        assert list(rows) == list(gpu.LIBRARIES)
-        for library in ("cuda", "torch-flash", "c", "numpy"):
-            assert "error" in rows[library], (library, rows[library])
-            assert rows[library]["error"] <= driver.TOLERANCE[w.dtype], library
-            assert rows[library]["median"] >= rows[library]["min"] > 0
-            assert ("ratio" in rows[library]) == (library != "cuda")
-        assert "unsupported" in rows["torch-cudnn"]
+def gpu_libraries(*hosts):
+    torch = [_libraries.here(name) for name in ("torch-flash", "torch-cudnn", "torch-efficient")]
+    return [Library("cuda", "cuda", option="pyflash"), *torch, *_libraries.backends(hosts or None)]
 
 
-def test_the_gpu_script_times_no_wrong_answer(bench_on_cpu, monkeypatch, tmp_path, capsys):
-    right = gpu.exact_row
-    monkeypatch.setattr(gpu, "exact_row", lambda *args: right(*args) + 0.1)
-    path = tmp_path / "gpu.json"
-    pytest.importorskip("cupy")
-    assert gpu.main(["--libraries", "cuda", "--only", "decode", "--results", str(path)]) == 1
-    assert set(json.loads(path.read_text())["rows"]["decode"]["cuda"]) == {"wrong", "afterwards"}
-    assert capsys.readouterr().out.splitlines()[-1].split()[:3] == ["decode", "-", "wrong"]
+@pytest.mark.skipif(CUDA_IS_EMULATED, reason="tensors on the CPU go to the backend C")
+def test_a_gpu_end_to_end(gpu_on_cpu, monkeypatch):
+    monkeypatch.setattr(gpu_on_cpu, "MOST_SETS", 3)
+    session = new_session(*gpu_libraries("c", "numpy"), turn=1e-4)
+    assert session.before.keys() == {"float32", "float64", "read", "copy", "matmul"}
+    prefill = SMALL._replace(name="prefill", seqlen_q=48, causal=True, dtype="bfloat16")
+    workloads = [
+        prefill,
+        SMALL._replace(name="decode"),
+        SMALL._replace(name="paged", variant="paged"),
+        SMALL._replace(name="int8", kv_dtype="int8", dtype="float16"),
+        SMALL._replace(name="new", variant="no-out"),
+    ]
+    rows = measured(session, *workloads).rows
+    for w in workloads:
+        for library in ("cuda", "c", "numpy"):
+            row = rows[w.name, library]
+            assert row.get("error", 1) <= _check.TOLERANCE[w.dtype], (w.name, library, row)
+            assert row["median"] >= row["min"] > 0
+            assert ("ratio" in row) == (library != "cuda")
+    assert "median" in rows["prefill", "torch-flash"] and "median" in rows["decode", "torch-flash"]
+    assert rows["decode", "torch-flash"]["notes"]["form"] in ("enable_gqa", "heads as queries")
+    assert ("paged", "torch-flash") not in rows
+    for workload in ("prefill", "decode"):
+        assert "unsupported" in rows[workload, "torch-cudnn"]
+    assert "type of the queries" in rows["int8", "torch-flash"]["unsupported"]
+    header = session.header()
+    assert (header["machine"]["gpu"], header["first"]) == ("no GPU", "cuda")
+    assert header["libraries"]["cuda"]["backend"] == "cuda"
+    record = session.finished(rows, session.measure_limits())
+    assert record["limits"]["agree"]
+    results = Results("x", {**header, "runs": [json.loads(json.dumps(record))]})
+    assert results.on_device("cuda") and not results.on_device("c")
+    session.close()
 
 
-def test_the_gpu_script_says_what_is_missing(monkeypatch, capsys):
-    monkeypatch.setattr(gpu, "missing", lambda: "cuda: no GPU")
-    assert gpu.main(["--only", "decode-*"]) == 1
-    assert capsys.readouterr().err == "nothing to measure: cuda: no GPU\n"
-    with pytest.raises(SystemExit):
-        gpu.main(["--only", "nothing"])
-    assert "no workload fits ['nothing']" in capsys.readouterr().err
+def test_a_decode_on_a_gpu_finds_no_keys_in_its_cache(gpu_on_cpu):
+    for w in (w for w in WORKLOADS.values() if w.device and w.seqlen_q == 1):
+        inputs = gpu_on_cpu.Inputs(w, {})
+        assert len(inputs) * w.kv_bytes >= 6 * 2**20 and len(inputs) >= 2
+    inputs = gpu_on_cpu.Inputs(SMALL, SMALL.arrays())
+    assert len(inputs) == gpu_on_cpu.MOST_SETS
+    tensors = [inputs.placed("k", number) for number in range(2)]
+    assert tensors[0].data_ptr() != tensors[1].data_ptr() and tensors[0].equal(tensors[1])
+    assert inputs.placed("q", 0) is inputs.placed("q", 1) and inputs.placed("k", 1) is tensors[1]
+    assert len(gpu_on_cpu.Inputs(SMALL._replace(seqlen_q=48), {})) == 1
+
+
+@pytest.mark.skipif(CUDA_IS_EMULATED, reason="tensors on the CPU go to the backend C")
+def test_every_set_of_a_gpu_has_to_be_right(gpu_on_cpu, monkeypatch):
+    session = new_session(*gpu_libraries("c")[:1])
+    place, seen = gpu_on_cpu.place, []
+
+    def spoilt(x, dtype):
+        found = place(x, dtype)
+        seen.append(found)
+        return found * 2 if len(seen) > 3 else found  # q, k and v of the first set are right
+
+    monkeypatch.setattr(gpu_on_cpu, "place", spoilt)
+    assert "wrong" in measured(session, SMALL).rows[SMALL.name, "cuda"]
+    gpu_on_cpu.forget()

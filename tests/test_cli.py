@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 import pyflash
@@ -33,9 +35,23 @@ def test_no_command_is_a_usage_error(capsys):
     assert "usage: pyflash" in capsys.readouterr().err
 
 
-def test_info(capsys):
+def test_info(capsys, monkeypatch):
+    monkeypatch.setenv("PYFLASH_NUM_THREADS", "3")
     assert main(["info"]) == 0
-    assert pyflash.__version__ in capsys.readouterr().out
+    plain = capsys.readouterr().out
+    assert pyflash.__version__ in plain and "PYFLASH_NUM_THREADS=3" in plain
+    assert main(["info", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["pyflash"].startswith(pyflash.__version__) and told["backend numpy"] == "available"
+    assert all(label in plain and value in plain for label, value in told.items())
+
+
+def test_info_says_what_is_not_installed(monkeypatch):
+    from pyflash import _runtime
+
+    monkeypatch.setattr(_runtime, "OPTIONAL_PACKAGES", ("numpy", "no-such-package"))
+    lines = dict(_runtime.runtime_report())
+    assert lines["packages"] == f"numpy {np.__version__}" and lines["  not installed"] == "no-such-package"
 
 
 @pytest.mark.parametrize("status", [0, 1])

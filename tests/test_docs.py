@@ -29,7 +29,7 @@ EXAMPLES = [
 MODULES = [
     info.name
     for info in pkgutil.walk_packages(pyflash.__path__, "pyflash.")
-    if not info.name.startswith(("pyflash.__main__", "pyflash.generate", "pyflash._demo"))
+    if not info.name.startswith(("pyflash.__main__", "pyflash.generate", "pyflash._demo", "pyflash.bench"))
 ]
 
 

@@ -25,7 +25,7 @@ MAX_FUNCTION_LINES = 60  # without the docstring
 #: Units that execute calls. They know neither each other nor anything above them.
 BACKENDS = {"_reference", "_c", "gpu"}
 #: Units that only a command imports; they may need extras.
-COMMANDS = {"_demo", "_demo_memory"}
+COMMANDS = {"_demo", "_demo_memory", "bench"}
 #: Units that hand calls to a backend. What is in none of these sets lies below them: checks,
 #: registries and plain data, which know no backend.
 ABOVE = {

@@ -269,3 +269,21 @@ def test_every_lane_is_reduced(primitive, dtype):
         x[0, :] = -np.inf
         x[0, lane] = -7
         assert primitive("reduce", x)[1] == -7
+
+
+# ------------------------------------------------------------------------------ limits, for benchmarks
+
+
+def test_operations_at_most(c_backend, primitive):
+    isa = c_backend.kwargs["isa"]
+    chains, operations_of_fma = 12, 2
+    for kind, lanes in zip(("float32", "float64"), primitive("lanes"), strict=True):
+        assert _c.limit_operations(isa, kind, 1000) == operations_of_fma * chains * lanes * 1000
+    assert (_c.limit_operations(isa, "amx", 10) > 0) == (isa == "amx")
+
+
+@pytest.mark.parametrize("count", [0, 15, 63, 64, 6417])
+def test_a_buffer_is_read_once(c_backend, count):
+    """Whole cache lines of four streams; what is behind the end is not touched."""
+    x = np.ones(count, np.float32)
+    assert _c.limit_read(c_backend.kwargs["isa"], x) == 4 * (count // 64 * 64)

@@ -108,3 +108,16 @@ int pf_primitive_reduce(int isa, int wide, const void *x, void *sums, void *maxi
     pf_kernels(isa, wide)->reduce(sums, maximum, x);
     return PF_STATUS_OK;
 }
+
+double pf_limit_operations(int isa, int kind, int64_t rounds) {
+    const pf_matrix_kernels *matrix = pf_matrix(isa);
+    double sink;
+    if (kind < 2)
+        return pf_kernels(isa, kind)->peak(rounds, 1.0, 1e-9, &sink);
+    return matrix ? matrix->peak(rounds, &sink) : 0.0;
+}
+
+double pf_limit_read(int isa, const float *data, int64_t count) {
+    double sink;
+    return pf_kernels(isa, 0)->read(data, count, &sink);
+}

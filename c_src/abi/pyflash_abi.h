@@ -143,4 +143,10 @@ int pf_primitive_lanes(int isa, int wide);
 int pf_primitive_transpose(int isa, int wide, const void *x, void *out);
 int pf_primitive_reduce(int isa, int wide, const void *x, void *sums, void *maximum);
 
+/* What one thread can do at most in an instruction set, for benchmarks: so many rounds of multiply-adds on
+ * float (kind 0), double (1) or the matrix unit (2), which return the operations done, 0 without such a unit;
+ * and count floats read once, which return the bytes. */
+double pf_limit_operations(int isa, int kind, int64_t rounds);
+double pf_limit_read(int isa, const float *data, int64_t count);
+
 #endif

@@ -338,6 +338,31 @@ static void amx_prefill_tile(const pf_prefill_tile *tile) {
     amx_stop();
 }
 
+/* Products at most: four accumulators fed by two tiles of each operand, as a kernel would that reuses what
+ * it loads. Nothing is loaded in the loop. Returns the operations done. */
+static double amx_peak(int64_t rounds, double *sink) {
+    float out[16 * 16];
+    amx_start();
+    amx_zero(0);
+    amx_zero(1);
+    amx_zero(2);
+    amx_zero(3);
+    amx_zero(4);
+    amx_zero(5);
+    amx_zero(6);
+    amx_zero(7);
+    for (int64_t r = 0; r < rounds; r++) {
+        amx_dot(0, 4, 6);
+        amx_dot(1, 4, 7);
+        amx_dot(2, 5, 6);
+        amx_dot(3, 5, 7);
+    }
+    amx_store(0, out, 64);
+    amx_stop();
+    *sink = out[0];
+    return 4.0 * 2 * 16 * 16 * 32 * (double)rounds;
+}
+
 static const pf_matrix_kernels amx_kernels = {
     .panel_vectors = amx_PANEL,
     .tile_keys = amx_TILE_KEYS,
@@ -349,6 +374,7 @@ static const pf_matrix_kernels amx_kernels = {
     .pack_keys = amx_pack_keys,
     .pack_values = amx_pack_values,
     .prefill_tile = amx_prefill_tile,
+    .peak = amx_peak,
 };
 
 #endif

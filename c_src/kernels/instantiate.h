@@ -14,6 +14,7 @@
 #include "prefill.h"
 #include "decode.h"
 #include "entries.h"
+#include "limits.h"
 #undef PF_REAL
 
 #define PF_REAL f64
@@ -24,6 +25,7 @@
 #include "prefill.h"
 #include "decode.h"
 #include "entries.h"
+#include "limits.h"
 #undef PF_REAL
 
 static void f32_decode_block(const pf_decode_block *block) {
@@ -79,6 +81,8 @@ static void f64_decode_block(const pf_decode_block *block) {
         .tanh_array = real##_tanh_array,                                                                     \
         .transpose = real##_transpose_square,                                                                \
         .reduce = real##_reduce,                                                                             \
+        .peak = real##_peak,                                                                                 \
+        .read = real##_read,                                                                                 \
     }
 
 #ifndef PF_MATRIX

@@ -121,6 +121,9 @@ typedef struct pf_real_kernels {
     void (*tanh_array)(void *out, const void *x, int64_t count);
     void (*transpose)(void *out, const void *x);
     void (*reduce)(void *sums, void *maximum, const void *x);
+    /* For benchmarks; return the operations done and the bytes read. */
+    double (*peak)(int64_t rounds, double factor, double term, double *sink);
+    double (*read)(const void *data, int64_t count, double *sink);
 } pf_real_kernels;
 
 /* The prefill family on a matrix unit: bfloat16 queries, keys and values are packed into its tiles instead
@@ -142,6 +145,7 @@ typedef struct pf_matrix_kernels {
     void (*pack_values)(void *tiles, const void *const *rows, int64_t first, int64_t num_rows,
                         int64_t head_dim_v);
     void (*prefill_tile)(const pf_prefill_tile *tile);
+    double (*peak)(int64_t rounds, double *sink); /* for benchmarks; returns the operations done */
 } pf_matrix_kernels;
 
 typedef struct pf_kernel_table {

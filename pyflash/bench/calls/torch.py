@@ -1,4 +1,4 @@
-"""PyTorch: scaled_dot_product_attention on contiguous (batch, heads, seqlen, head_dim), without gradients.
+"""PyTorch on the host: scaled_dot_product_attention on (batch, heads, seqlen, head_dim), without gradients.
 
 The heads of a group are packed as queries of their key/value head, which is faster than `enable_gqa`.
 """
@@ -7,16 +7,15 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
-from workloads import Workload
 
-from calls import Call, Unsupported
+from .._workloads import Array, Workload
+from . import Call, Unsupported
 
 VERSION = torch.__version__
 
 
-def prepare(w: Workload, arrays: dict[str, np.ndarray], threads: int) -> Call:
+def prepare(w: Workload, arrays: dict[str, Array], threads: int, option: str) -> Call:
     """Return the call; torch allocates the result each time."""
     if w.kv_dtype:
         raise Unsupported("keys and values have the type of the queries")

@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 import openvino as ov
 from openvino import opset13
-from workloads import Workload
 
-from calls import Call, Unsupported
+from .._workloads import Array, Workload
+from . import Call, Unsupported
 
 VERSION = ov.__version__.split("-")[0]
 
 
-def prepare(w: Workload, arrays: dict[str, np.ndarray], threads: int) -> Call:
+def prepare(w: Workload, arrays: dict[str, Array], threads: int, option: str) -> Call:
     """Return an inference whose inputs and output are memory that it shares with NumPy."""
     if w.stored != "float32" or w.dtype != "float32":
         raise Unsupported("called in float32 only")
@@ -33,7 +33,7 @@ def prepare(w: Workload, arrays: dict[str, np.ndarray], threads: int) -> Call:
         request.set_input_tensor(index, ov.Tensor(x, shared_memory=True))
     request.set_output_tensor(0, ov.Tensor(out, shared_memory=True))
 
-    def run(_kept: list[np.ndarray] = inputs) -> None:  # its tensors do not own this memory
+    def run(_kept: list[Array] = inputs) -> None:  # its tensors do not own this memory
         request.infer()
 
     return Call(run, lambda: out)

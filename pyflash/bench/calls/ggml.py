@@ -12,12 +12,13 @@ import os
 from ctypes import c_bool, c_float, c_int, c_int64, c_size_t, c_void_p
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import libggml
 import numpy as np
-from workloads import Workload, numbers
 
-from calls import Call, Unsupported
+from .._workloads import Array, Workload, numbers
+from . import Call, Unsupported
 
 F32, F16, Q4_0, Q8_0 = 0, 1, 2, 8
 STORED = {"float32": F32, "float16": F16, "int8": Q8_0, "int4": Q4_0}
@@ -41,7 +42,7 @@ def _library() -> ctypes.CDLL:
     folder = next(Path(libggml.__file__).parent.glob("lib*/libggml-base.so")).parent
     base = ctypes.CDLL(str(folder / "libggml-base.so"), mode=ctypes.RTLD_GLOBAL)
     cpu = ctypes.CDLL(str(folder / "libggml-cpu.so"), mode=ctypes.RTLD_GLOBAL)
-    signatures = {
+    signatures: dict[ctypes.CDLL, dict[str, tuple[Any, ...]]] = {
         base: {
             "ggml_init": (c_void_p, _InitParams),
             "ggml_new_tensor_4d": (c_void_p, c_void_p, c_int, c_int64, c_int64, c_int64, c_int64),
@@ -84,10 +85,11 @@ def _pool(threads: int) -> int:
     for cpu in CPUS[:threads]:
         parameters.cpumask[cpu] = True
     parameters.strict_cpu = True
-    return LIB.ggml_threadpool_new(ctypes.byref(parameters))
+    pool: int = LIB.ggml_threadpool_new(ctypes.byref(parameters))
+    return pool
 
 
-def _fill(tensor: int, x: np.ndarray, stored: int) -> None:
+def _fill(tensor: int, x: Array, stored: int) -> None:
     if stored in (Q4_0, Q8_0):
         codes = np.empty(LIB.ggml_nbytes(tensor), np.uint8)
         x = np.ascontiguousarray(x, np.float32)
@@ -97,7 +99,7 @@ def _fill(tensor: int, x: np.ndarray, stored: int) -> None:
     LIB.ggml_backend_tensor_set(tensor, x.ctypes.data, 0, x.nbytes)
 
 
-def prepare(w: Workload, arrays: dict[str, np.ndarray], threads: int) -> Call:
+def prepare(w: Workload, arrays: dict[str, Array], threads: int, option: str) -> Call:
     """Return the computation of a graph whose tensors lie in ggml's own memory."""
     if w.stored not in STORED:
         raise Unsupported(f"no {w.stored} in attention on a CPU")
@@ -108,8 +110,9 @@ def prepare(w: Workload, arrays: dict[str, np.ndarray], threads: int) -> Call:
     inputs["q"] = np.ascontiguousarray(arrays["q"], np.float32)
     context = LIB.ggml_init(_InitParams(GRAPH_BYTES, None, True))
 
-    def tensor(kind: int, x: np.ndarray) -> int:
-        return LIB.ggml_new_tensor_4d(context, kind, *x.shape[::-1])
+    def tensor(kind: int, x: Array) -> int:
+        made: int = LIB.ggml_new_tensor_4d(context, kind, *x.shape[::-1])
+        return made
 
     tensors = {name: tensor(F32 if name == "q" else stored, inputs[name]) for name in ("q", "k", "v")}
     mask = None
@@ -132,7 +135,7 @@ def prepare(w: Workload, arrays: dict[str, np.ndarray], threads: int) -> Call:
     for name, x in inputs.items():
         _fill(tensors[name], x, F32 if name == "q" else F16 if name == "mask" else stored)
 
-    def result() -> np.ndarray:
+    def result() -> Array:
         out = np.empty((w.batch, w.seqlen_q, w.num_heads, w.head_dim), np.float32)
         LIB.ggml_backend_tensor_get(node, out.ctypes.data, 0, out.nbytes)
         return np.moveaxis(out, 1, 2)

@@ -9,9 +9,9 @@ from typing import Any
 
 import jax
 import numpy as np
-from workloads import Workload
 
-from calls import Call, Unsupported
+from .._workloads import Array, Workload
+from . import Call, Unsupported
 
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_enable_x64", True)
@@ -19,7 +19,7 @@ jax.config.update("jax_enable_x64", True)
 VERSION = jax.__version__
 
 
-def prepare(w: Workload, arrays: dict[str, np.ndarray], threads: int) -> Call:
+def prepare(w: Workload, arrays: dict[str, Array], threads: int, option: str) -> Call:
     """Return the compiled call; JAX allocates the result each time."""
     if w.kv_dtype:
         raise Unsupported("keys and values have the type of the queries")

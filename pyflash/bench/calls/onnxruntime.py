@@ -10,14 +10,15 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 import onnxruntime as ort
 from onnx import TensorProto, helper
-from workloads import Workload
 
-from calls import Call, Unsupported
+from .._workloads import Array, Workload
+from . import Call, Unsupported
 
 VERSION = ort.__version__
 #: Before any thread is bound.
@@ -34,7 +35,7 @@ TYPES = {
 #: Calls of each operator, after a first one, by which the fastest is chosen.
 TRIALS = 5
 
-Arrays = dict[str, np.ndarray]
+Arrays = dict[str, Array]
 
 
 @contextlib.contextmanager
@@ -61,7 +62,12 @@ class Operator:
     """
 
     def __init__(
-        self, node: dict, inputs: Arrays, outputs: Arrays, threads: int, order: Callable = lambda x: x
+        self,
+        node: dict[str, Any],
+        inputs: Arrays,
+        outputs: Arrays,
+        threads: int,
+        order: Callable[[Array], Array] = lambda x: x,
     ) -> None:
         self.name = node["op_type"]
         domain = node.get("domain", "")
@@ -113,12 +119,12 @@ def _attention(w: Workload, arrays: Arrays, threads: int) -> Operator:
     return Operator(node, arrays, {"out": np.full_like(arrays["q"], 0)}, threads)
 
 
-def _rows(x: np.ndarray) -> np.ndarray:
+def _rows(x: Array) -> Array:
     """(batch, heads, seqlen, head_dim) as (batch, seqlen, heads * head_dim)."""
     return np.ascontiguousarray(np.moveaxis(x, 1, 2)).reshape(x.shape[0], x.shape[2], -1)
 
 
-def _heads(w: Workload) -> Callable[[np.ndarray], np.ndarray]:
+def _heads(w: Workload) -> Callable[[Array], Array]:
     return lambda out: np.moveaxis(out.reshape(w.batch, w.seqlen_q, w.num_heads, w.head_dim), 1, 2)
 
 
@@ -170,7 +176,7 @@ def _operators(w: Workload, arrays: Arrays, threads: int, reasons: list[str]) ->
             yield operator
 
 
-def prepare(w: Workload, arrays: Arrays, threads: int) -> Call:
+def prepare(w: Workload, arrays: Arrays, threads: int, option: str) -> Call:
     """Return the fastest operator, judged by a few calls."""
     if w.kv_dtype:
         raise Unsupported("called with keys and values of the type of the queries only")

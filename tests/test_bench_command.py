@@ -1,0 +1,257 @@
+"""`pyflash bench`: what it refuses, and when; what it shows, writes and draws, and keeps when interrupted."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+
+import pyflash
+from pyflash.__main__ import main
+from pyflash.bench import _cli, _engine, _libraries, _peers, _plots, _session
+
+pytest.importorskip("rich")
+#: A run of a second: no peers, one thread.
+QUICK = ("--peers", "--seconds", "0", "--turn", "0", "--threads", "1")
+
+
+class FixedLimits:
+    """Limits without the seconds that measuring them takes."""
+
+    def __init__(self, isa, cpus):
+        pass
+
+    def measure(self, num_threads):
+        return {"float32": 1e11, "float64": 5e10, "read": 1e10}
+
+
+@pytest.fixture
+def fixed_limits(monkeypatch):
+    monkeypatch.setattr(_session, "Limits", FixedLimits)
+
+
+@pytest.fixture
+def nothing_measured(monkeypatch):
+    """What is refused is refused before anything takes its time."""
+    monkeypatch.setattr(_cli, "Session", lambda *args: pytest.fail("it measures"))
+
+
+def bench(*arguments):
+    return main(["bench", *map(str, arguments)])
+
+
+def refused(capsys, *arguments):
+    assert bench(*arguments) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("pyflash: ") and error.count("\n") == 1
+    return error
+
+
+# --- what is refused ---
+
+
+def test_an_unknown_workload_has_neighbours(nothing_measured, capsys):
+    error = refused(capsys, "decode-1x4096-flot32")
+    assert "WORKLOAD: found 'decode-1x4096-flot32'" in error and "decode-1x4096-float32" in error
+    assert "near" not in refused(capsys, "zzz")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--backends", "metal"], "--backends: found 'metal', expected any of c, numpy, cuda, naive"),
+        (["--backends", "c", "tiny"], "cuda, naive; workloads stand before the options"),
+        (["--peers", "over-n-128"], "NAME=PYTHON; workloads stand before the options"),
+        (["--peers", "keras"], "--peers: found 'keras', expected any of torch, onnxruntime"),
+        (["--peers", "torch=/no/such/python"], "after '=' a Python that can be run"),
+        (["--peers", "torch-flash=python3"], "before '=' one of torch, onnxruntime"),
+        (["--also", "old"], "--also: found 'old', expected NAME=PYTHON or NAME=FOLDER"),
+        (["--also", "c=."], "--also: found 'c', expected a name that no other library has"),
+        (["--threads", "0"], "--threads: found '0', expected numbers from 1 to "),
+        (["--threads", "1,x"], "--threads: found '1,x'"),
+        (["--threads", "100000"], "--threads: found '100000'"),
+        (["--seconds", "-1"], "--seconds: found -1.0"),
+        (["--turn", "nan"], "--turn: found nan"),
+        (["--runs", "0"], "--runs: found 0, expected at least 1"),
+        (["--from", "no-such.json"], "--from: found 'no-such.json', expected a result file"),
+    ],
+)
+def test_bad_options_are_found_first(nothing_measured, capsys, arguments, words):
+    assert words in refused(capsys, *arguments)
+
+
+def test_workloads_for_nobody(nothing_measured, monkeypatch, capsys):
+    cuda = _libraries.Library("cuda", "cuda", option="pyflash")
+    monkeypatch.setattr(_libraries, "backends", lambda names: [cuda])
+    error = refused(capsys, "memory-over-n-512", "--peers")
+    assert error == "pyflash: WORKLOAD: found memory-over-n-512, expected one that is for any of cuda\n"
+
+
+def test_an_instruction_set_that_is_not_there(capsys):
+    assert "isa: found 'sse9', expected one of 'scalar'" in refused(capsys, "tiny", *QUICK, "--isa", "sse9")
+
+
+def test_a_peer_that_is_not_installed(nothing_measured, monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(_libraries, "importable", lambda peer: False)
+    error = refused(capsys, "--peers", "openvino", "--peers-from", tmp_path)
+    assert "pip install openvino==" in error and "openvino=PYTHON" in error
+    assert _libraries.peers(None, tmp_path, on_device=True) == []
+
+
+@pytest.mark.skipif(_libraries.no_device() is None, reason="there is a GPU")
+def test_no_gpu_is_one_sentence(nothing_measured, capsys):
+    for arguments in (["--backends", "cuda"], ["--peers", "torch-flash"]):
+        error = refused(capsys, *arguments)
+        assert "cannot be measured: " in error and _libraries.no_device() in error
+
+
+def test_a_peer_that_cannot_be_loaded(fixed_limits, capsys, tmp_path):
+    (tmp_path / "torch.py").write_text("raise OSError('a library is missing')")
+    error = refused(capsys, "tiny", *QUICK, "--peers", f"torch={tmp_path}")
+    assert error == f"pyflash: torch cannot be loaded by {sys.executable}: OSError: a library is missing\n"
+
+
+def test_a_peer_that_was_found_but_cannot_be_loaded_is_left_out(fixed_limits, monkeypatch, capsys, tmp_path):
+    (tmp_path / "jax.py").write_text("raise OSError('a library is missing')")
+    broken = _libraries.Library("jax", "jax", path=str(tmp_path))
+    monkeypatch.setattr(_libraries, "peers", lambda names, folder, on_device: [broken])
+    assert bench("tiny-float32", *QUICK[1:], "--backends", "c") == 0
+    said = capsys.readouterr().out
+    assert "not compared: jax cannot be loaded by" in said and "OSError: a library is missing" in said
+
+
+def test_where_nothing_can_be_written(nothing_measured, capsys, tmp_path):
+    file = tmp_path / "file"
+    file.write_text("")
+    assert "--json: found" in refused(capsys, "--json", tmp_path)
+    assert "a place to write to (a file is in its way)" in refused(capsys, "--json", file / "x.json")
+    pytest.importorskip("matplotlib")
+    assert "--plots: found" in refused(capsys, "--plots", file)
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_missing_packages_are_one_sentence(nothing_measured, monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(_plots.importlib.util, "find_spec", lambda name: None)
+    assert "pip install 'pyflash-attention[bench]'" in refused(capsys, "--plots", tmp_path)
+    monkeypatch.undo()
+    code = (
+        "import sys; sys.modules['rich'] = None; from pyflash.__main__ import main; sys.exit(main(['bench']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and "pip install 'pyflash-attention[bench]'" in done.stderr
+
+
+# --- what it does ---
+
+
+def test_list(capsys, tmp_path, monkeypatch):
+    python = _peers.interpreter(tmp_path, "ggml")
+    python.parent.mkdir(parents=True)
+    (tmp_path / "ggml" / "installed").write_text("1\n")
+    monkeypatch.setenv("COLUMNS", "200")
+    assert bench("--list", "tiny", "--peers-from", tmp_path) == 0
+    said = capsys.readouterr().out
+    assert "tiny-float32-no-out" in said and "prefill" not in said
+    assert "--backends numpy" in said and str(tmp_path / "ggml") in said
+    assert "quick" in said and "--peers openvino" in said
+
+
+def test_a_run_shows_writes_and_draws(fixed_limits, capsys, tmp_path):
+    pytest.importorskip("matplotlib")
+    path, plots = tmp_path / "new" / "run.json", tmp_path / "plots"
+    names = (
+        "over-n-128",
+        "over-n-256",
+        "prefill-1x12x128x64-float32",
+        "memory-over-n-512",
+        "memory-over-n-1024",
+    )
+    assert bench(*names, *QUICK, "--backends", "c", "naive", "--json", path, "--plots", plots) == 0
+    content = json.loads(path.read_text())
+    assert content.keys() >= {"machine", "commit", "isa", "libraries", "first", "settings", "runs"}
+    (run,) = content["runs"]
+    assert run["limits"]["agree"] and run["threads"] == 1
+    assert set(run["rows"]) == set(names)
+    for name in names:
+        for library in ("c", "naive"):
+            row = run["rows"][name][library]
+            assert row["error"] < 1e-5
+            assert ("growth_bytes" if name.startswith("memory") else "median") in row
+    said = capsys.readouterr().out
+    assert "Time of pyflash c" in said and "Memory beyond" in said and "limits before and after agree" in said
+    assert {file.name for file in plots.iterdir()} == {
+        f"{name}.{suffix}" for name in ("speed", "limit", "memory") for suffix in ("svg", "png")
+    }
+    for file in plots.iterdir():
+        if file.suffix == ".svg":
+            text = "".join(ElementTree.fromstring(file.read_text()).itertext())
+            assert "pyflash c" in text and "naive" in text and "1 thread" in text
+        else:
+            assert file.read_bytes().startswith(b"\x89PNG")
+    capsys.readouterr()
+    assert bench("--from", path, "--plots", tmp_path / "again") == 0  # the same without measuring
+    assert "Time of pyflash c" in capsys.readouterr().out
+    assert (tmp_path / "again" / "speed.svg").read_bytes() == (plots / "speed.svg").read_bytes()
+
+
+def test_a_wrong_answer_of_pyflash_is_the_status(fixed_limits, monkeypatch, capsys):
+    monkeypatch.setattr(_engine, "largest_error", lambda found, exact: 0.5)
+    assert bench("tiny-float32", *QUICK, "--backends", "c") == 1
+    assert "pyflash c: WRONG by 0.5 of the largest element" in capsys.readouterr().out
+
+
+def test_an_interruption_keeps_what_was_measured(fixed_limits, monkeypatch, capsys, tmp_path):
+    time_group, path = _engine.Group._time, tmp_path / "run.json"
+
+    def interrupted(group):
+        if "over-n-128" in group._workloads:
+            raise KeyboardInterrupt
+        time_group(group)
+
+    monkeypatch.setattr(_engine.Group, "_time", interrupted)
+    status = bench("tiny-float32", "over-n-128", *QUICK, "--backends", "c", "--json", path)
+    assert status == 130
+    said = capsys.readouterr()
+    assert "interrupted: 1 rows were measured before, written to" in " ".join(said.err.split())
+    assert "tiny-float32" in said.out
+    (run,) = json.loads(path.read_text())["runs"]
+    assert list(run["rows"]) == ["tiny-float32"] and "median" in run["rows"]["tiny-float32"]["c"]
+    assert not run["limits"]["agree"] and "after" not in run["limits"]
+    assert bench("--from", path) == 0
+
+
+def test_an_interruption_before_the_first_row(fixed_limits, monkeypatch, capsys, tmp_path):
+    def interrupted(group):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(_engine.Group, "_time", interrupted)
+    path = tmp_path / "run.json"
+    assert bench("tiny-float32", *QUICK, "--backends", "c", "--json", path) == 130
+    assert "interrupted before anything was measured" in " ".join(capsys.readouterr().err.split())
+    assert not path.exists()
+
+
+def test_several_threads_and_runs(fixed_limits, monkeypatch, capsys, tmp_path):
+    path = tmp_path / "run.json"
+    arguments = [*QUICK[:-1], "1,1", "--runs", "2", "--backends", "numpy", "c", "--json", path]
+    assert bench("tiny-float32", *arguments) == 0
+    content = json.loads(path.read_text())
+    assert len(content["runs"]) == 4 and content["first"] == "numpy"
+    assert "run 2 of 2" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(not pyflash.available_isas(), reason="needs the backend C")
+def test_another_build_is_compared(fixed_limits, capsys, tmp_path):
+    from pathlib import Path
+
+    folder = Path(pyflash.__file__).parents[1]
+    path = tmp_path / "run.json"
+    arguments = ["--backends", "c", "--also", f"before={folder}", "--json", path, "--isa", "scalar"]
+    assert bench("tiny-float32", *QUICK, *arguments) == 0
+    content = json.loads(path.read_text())
+    row = content["runs"][0]["rows"]["tiny-float32"]["before"]
+    assert row["ratio"] > 0 and row["notes"]["isa"] == "scalar"
+    assert content["libraries"]["before"]["version"] == pyflash.__version__
