@@ -14,7 +14,7 @@ import numpy as np
 from .. import _dtypes
 from .._checks import plain_array
 from .._description import Array
-from .._errors import invalid
+from .._errors import PyflashError, invalid
 
 #: What a page can show, and what a reader can take in.
 MAX_QUERIES, MAX_KEYS, MAX_HEAD_DIM_V = 8, 24, 8
@@ -43,7 +43,8 @@ def random_inputs(seed: int) -> Inputs:
         raise invalid("seed", seed, "an integer, at least 0")
     rng = np.random.default_rng(seed)
     shapes = ((_QUERIES, _HEAD_DIM), (_KEYS, _HEAD_DIM), (_KEYS, _HEAD_DIM_V))
-    return Inputs(*map(rng.standard_normal, shapes), source=f"random numbers, seed {seed}")
+    q, k, v = map(rng.standard_normal, shapes)
+    return Inputs(q, k, v, source=f"random numbers, seed {seed}")
 
 
 def inputs_of_file(path: Path) -> Inputs:
@@ -75,19 +76,23 @@ def inputs_of_file(path: Path) -> Inputs:
 
 def _read(path: Path) -> dict[str, Array]:
     """Return q, k and v of the file as they are stored."""
+    expected = "an .npz file with arrays q, k and v"
     try:
-        with np.load(path, allow_pickle=False) as file:
+        with path.open("rb") as stream:
+            file = np.load(stream, allow_pickle=False)
             if not isinstance(file, np.lib.npyio.NpzFile):
-                raise invalid("npz", f"{path}, a single array", "an .npz file with q, k and v")
+                raise invalid("npz", f"{path}, a single array", expected)
             missing = [name for name in "qkv" if name not in file.files]
             if missing:
                 found = ", ".join(file.files) or "nothing"
-                raise invalid("npz", f"{path} with {found}", f"arrays q, k and v: no {', '.join(missing)}")
+                raise invalid("npz", f"{path} with {found}", f"{expected}: no {', '.join(missing)}")
             return {name: file[name] for name in "qkv"}
+    except PyflashError:
+        raise
     except OSError as error:
         raise invalid("npz", path, f"a file that can be read ({error.strerror or error})") from None
-    except (EOFError, zipfile.BadZipFile) as error:
-        raise invalid("npz", path, f"an .npz file with q, k and v ({error})") from None
+    except (EOFError, ValueError, zipfile.BadZipFile) as error:  # empty, pickled or broken
+        raise invalid("npz", path, f"{expected} ({error})") from None
 
 
 def _bound(name: str, array: Array, axis: int, what: str, most: int) -> None:

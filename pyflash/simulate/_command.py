@@ -10,20 +10,18 @@ from .._errors import invalid
 from ._arrays import inputs_of_file, random_inputs
 from ._page import page
 
-DEFAULT_OUTPUT = "pyflash-simulator.html"
 
-
-def run(*, npz: str | None = None, seed: int = 0, output: str = DEFAULT_OUTPUT, open_it: bool = True) -> None:
+def run(*, output: str, npz: str | None = None, seed: int = 0, open_it: bool = True) -> None:
     """Write the page, say where, and open it in the browser.
 
     Parameters
     ----------
+    output : str
+        Where the page goes; a file that is there is replaced.
     npz : str, optional
         File with arrays q, k and v. Default: random ones.
     seed : int, default 0
         Of the random arrays.
-    output : str
-        Where the page goes; a file that is there is replaced.
     open_it : bool, default True
         Whether to open it. A browser that cannot be started is a line on stderr, not an error.
 

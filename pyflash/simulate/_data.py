@@ -68,7 +68,7 @@ def longest_part(num_keys: int) -> int:
 def block_table(max_keys: int) -> Array:
     """Return the physical page of each logical one: a fixed shuffle."""
     pages = -(-max_keys // PAGE_SIZE)
-    order: Array = np.random.default_rng(pages).permutation(pages + FREE_PAGES)[:pages]
+    order: Array = np.random.default_rng(pages + 3).permutation(pages + FREE_PAGES)[:pages]
     return order
 
 
@@ -164,13 +164,11 @@ class _Writer:
         """
         difference = np.abs(state.out[row] - trace.exact[row])
         arrived = sum(1 << column for column in np.flatnonzero(difference <= self.tolerance).tolist())
+        numbers = [difference.max(), arrived, state.m_after[row] if isinstance(state, Step) else state.m[row]]
+        numbers += [state.l[row], state.o[row], state.out[row]]
         if isinstance(state, Step):
-            m, more = state.m_after, (state.alpha[row],)
-        else:
-            m, more = state.m, ()
-        return self.numbers.place(
-            difference.max(), arrived, m[row], state.l[row], state.o[row], state.out[row], *more
-        )
+            numbers.append(state.alpha[row])
+        return self.numbers.place(*numbers)
 
 
 def payload(inputs: Inputs) -> dict[str, Any]:

@@ -45,7 +45,7 @@ def page(inputs: Inputs) -> str:
 
 def _source(name: str) -> str:
     """Return one file of the folder ``page``."""
-    return resources.files(__package__).joinpath("page", name).read_text(encoding="utf-8")
+    return (resources.files(__package__) / "page" / name).read_text(encoding="utf-8")
 
 
 def _json(value: Any) -> str:

@@ -47,27 +47,38 @@ class Decoding {
   makeCards(query) {
     const exact = this.trace.exact[query];
     const scale = outputScale(this.trace);
-    const card = (title, lo, hi, level, alpha) => {
+    const card = (title, lo, hi, level, alpha, stems) => {
       const state = new StateView(exact, scale, { kind: "guarded", label: this.unguarded && "guarded", alpha });
       const other = this.unguarded && new StateView(exact, scale, { kind: "unguarded", label: "unguarded", alpha });
       const note = h("p", { class: "card-note" });
       const heading = h("h3", { text: title });
       const element = h(
         "section",
-        { class: "card", "aria-label": title, style: `grid-column: ${lo + 1} / ${hi + 1}; grid-row: ${level + 1}`, "data-level": level, "data-split": level === 0 ? lo : null },
+        { class: "card", "aria-label": title, "data-level": level, "data-split": level === 0 ? lo : null },
         heading, note, state.element, ...(other ? [other.element] : []),
       );
-      return { element, state, other, note };
+      const node = h("div", { class: "node", style: `grid-column: ${lo + 1} / ${hi + 1}; grid-row: ${level + 1}; ${stems ?? ""}` }, element);
+      node.classList.toggle("merge", level > 0);
+      return { node, element, state, other, note };
     };
-    const levels = new Map(this.parts.map((_, split) => [`${split}-${split + 1}`, 0]));
-    this.cards = this.parts.map((_, split) => card(`Worker ${workerName(split)}`, split, split + 1, 0, true));
+    const made = new Map(); // "lo-hi" to [level, card]
+    const keep = (lo, hi, level, made_card) => {
+      made.set(`${lo}-${hi}`, [level, made_card]);
+      return made_card;
+    };
+    this.cards = this.parts.map((_, split) => keep(split, split + 1, 0, card(`Worker ${workerName(split)}`, split, split + 1, 0, true)));
     for (const { lo, middle, rightLo, hi } of this.trace.combinations) {
-      const level = 1 + Math.max(levels.get(`${lo}-${middle}`), levels.get(`${rightLo}-${hi}`));
-      levels.set(`${lo}-${hi}`, level);
+      const sides = [made.get(`${lo}-${middle}`), made.get(`${rightLo}-${hi}`)];
+      const level = 1 + Math.max(...sides.map(([below]) => below));
+      // A side that waited reaches down to where it is merged.
+      for (const [below, side] of sides) side.node.style.gridRow = `${below + 1} / ${level + 1}`;
+      const at = (x) => `${(100 * (x - lo)) / (hi - lo)}%`;
+      const stems = `--from: ${at((lo + middle) / 2)}; --to: ${at((rightLo + hi) / 2)}`;
       const last = hi - lo === this.workers.length;
-      this.cards.push(card(last ? `${workersName(lo, hi)}: the answer` : workersName(lo, hi), lo, hi, level, false));
+      const title = last ? `${workersName(lo, hi)}: the answer` : workersName(lo, hi);
+      this.cards.push(keep(lo, hi, level, card(title, lo, hi, level, false, stems)));
     }
-    this.tree.replaceChildren(...this.cards.map(({ element }) => element));
+    this.tree.replaceChildren(...this.cards.map(({ node }) => node));
     this.tree.setAttribute("aria-label", `Workers and merges of query ${query}`);
     this.query = query;
   }

@@ -14,8 +14,8 @@ function h(tag, attributes = {}, ...children) {
 }
 
 /** Show a number: short for the eye, whole in `data-value`, and marked where it is NaN. */
-function showNumber(element, x) {
-  element.textContent = formatNumber(x);
+function showNumber(element, x, format = formatNumber) {
+  element.textContent = format(x);
   element.dataset.value = exactText(x);
   element.classList.toggle("is-nan", Number.isNaN(x));
   if (x === null || Number.isNaN(x)) element.removeAttribute("title");

@@ -2,14 +2,20 @@
 
 const MINUS = "\u2212";
 
-/** Three significant digits, as Python's `#.3g`; small numbers as a power of ten. */
+/** Three significant digits; whole numbers as they are, so that 1 is not 1.00; small ones as a power of ten. */
 function formatNumber(x) {
   if (x === null) return "–";
+  if (Number.isInteger(x) && Math.abs(x) < 1e4) return String(x).replace("-", MINUS);
   if (Number.isNaN(x)) return "NaN";
   if (!Number.isFinite(x)) return x < 0 ? `${MINUS}∞` : "∞";
   const size = Math.abs(x);
-  const text = x !== 0 && (size < 1e-3 || size >= 1e4) ? x.toExponential(1) : x.toPrecision(3);
+  const text = size < 1e-3 || size >= 1e4 ? x.toExponential(1) : x.toPrecision(3);
   return text.replaceAll("-", MINUS).replace("e+", "e");
+}
+
+/** Two decimals, for the little room of a cell. */
+function formatCell(x) {
+  return Number.isFinite(x) && Math.abs(x) < 100 ? x.toFixed(2).replace("-", MINUS) : formatNumber(x);
 }
 
 /** A number of JavaScript as Python's `float()` reads it: the shortest text that gives the same bits. */

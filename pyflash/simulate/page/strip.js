@@ -49,7 +49,7 @@ class Strip {
   }
 
   height(score) {
-    return 6 + 84 * this.scale(score);
+    return 5 + 67 * this.scale(score); // above it is room for the number
   }
 
   /** Show a moment: for each part its window, the keys that are done, and m. */
@@ -74,7 +74,7 @@ class Strip {
     const state = cellState(score, key, part);
     element.dataset.state = state;
     const inWindow = part.window && key >= part.window[0] && key < part.window[1];
-    if (inWindow) showNumber(text, score);
+    if (inWindow) showNumber(text, score, formatCell);
     else {
       text.textContent = "";
       delete text.dataset.value;
