@@ -53,8 +53,10 @@ class Browser:
         self.requests: list[str] = []
         self.complaints: list[str] = []
 
-    def open(self, path, *, width=1280, height=1000, address="", dark=False, reduced_motion=True, touch=False):
-        """Open the page as it comes up on such a screen, with settings behind ``#`` in its address."""
+    def open(
+        self, path=None, *, width=1280, height=1000, address="", dark=False, reduced_motion=True, touch=False
+    ):
+        """Open the page, by default `home`, on such a screen, with settings behind ``#`` in its address."""
         features = {
             "prefers-color-scheme": "dark" if dark else "light",
             "prefers-reduced-motion": "reduce" if reduced_motion else "no-preference",
@@ -69,15 +71,15 @@ class Browser:
             mobile=touch,
         )
         self.cdp("Emulation.setTouchEmulationEnabled", enabled=touch)
+        # The same page with other words behind # would not be loaded again.
         self.driver.get("about:blank")
+        self.driver.get((path or self.home).as_uri() + address)
+
+    def forget(self):
+        """Begin a test: what other tests did counts no more."""
         self.look_at_logs()
         self.requests.clear()
         self.complaints.clear()
-        self.driver.get(path.as_uri() + address)
-
-    def open_again(self):
-        """Open the default page once more, as `open` did first."""
-        self.open(self.home)
 
     def cdp(self, command, **parameters):
         """Ask Chromium for what WebDriver has no words for."""
@@ -88,7 +90,8 @@ class Browser:
         for entry in self.driver.get_log("performance"):
             message = json.loads(entry["message"])["message"]
             if message["method"] == "Network.requestWillBeSent":
-                self.requests.append(message["params"]["request"]["url"])
+                url = message["params"]["request"]["url"]
+                self.requests += [] if url == "about:blank" else [url]
         self.complaints += [entry["message"] for entry in self.driver.get_log("browser")]
 
     def run(self, script, *arguments):

@@ -9,7 +9,7 @@ from browser.chromium import Browser, require
 from pyflash import simulate
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def site(tmp_path_factory):
     """The default page, and its arrays."""
     require()
@@ -19,7 +19,7 @@ def site(tmp_path_factory):
     return path, Page(path.read_text(encoding="utf-8"), inputs)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def chromium():
     require()
     browser = Browser()
@@ -28,12 +28,21 @@ def chromium():
 
 
 @pytest.fixture
-def browser(chromium, site):
-    """A browser with the page open. Afterwards: no word on the console, and nothing asked of a network."""
+def blank(chromium, site):
+    """A browser in which the test opens the page. At the end: not a word on the console, no request."""
     path, _ = site
     chromium.home = path
-    chromium.open(path)
+    chromium.forget()
     yield chromium
     chromium.look_at_logs()
     assert chromium.complaints == []
-    assert chromium.requests and {url.partition("#")[0] for url in chromium.requests} <= {path.as_uri(), "data:,"}
+    requested = {url.partition("#")[0] for url in chromium.requests}
+    assert path.as_uri() in requested
+    assert {url for url in requested if not url.startswith(path.parent.parent.as_uri())} <= {"data:,"}
+
+
+@pytest.fixture
+def browser(blank):
+    """A browser with the page open as it comes up."""
+    blank.open()
+    return blank

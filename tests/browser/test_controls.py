@@ -1,4 +1,4 @@
-"""Every control of the simulator in Chromium: pointer, keyboard, touch; themes, sizes, motion, what is read aloud."""
+"""Every control of the simulator in Chromium: pointer, keyboard, touch; themes, sizes, what is read aloud."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_speed_is_a_speed(browser):
     """Four steps of 1.4 s each, divided by the speed."""
 
     def seconds(speed):
-        browser.open_again()
+        browser.open()
         return browser.run(
             """
             document.getElementById("speed").value = arguments[0];
@@ -92,7 +92,8 @@ def test_speed_is_a_speed(browser):
             const start = performance.now();
             document.getElementById("play").click();
             return new Promise((done) => {
-              const look = () => stage.dataset.step === "2" ? done(performance.now() - start) : setTimeout(look, 5);
+              const there = () => stage.dataset.step === "2";
+              const look = () => there() ? done(performance.now() - start) : setTimeout(look, 5);
               look();
             })""",
             speed,
@@ -130,7 +131,10 @@ def test_switches(browser, name):
         browser.find(f"label[for={name}]").click()
         assert settings(browser)[name] == shown_settings(browser)[name] == value
         assert settings(browser)["step"] == 1  # other masks, the same step
-        assert any(cell["state"] == "masked" for row in browser.snapshot()["rows"] for cell in row["cells"]) == value
+        assert (
+            any(cell["state"] == "masked" for row in browser.snapshot()["rows"] for cell in row["cells"])
+            == value
+        )
 
 
 def test_views(browser):
@@ -158,7 +162,9 @@ def test_query_is_chosen(browser):
     browser.click(".query[data-query='3']")
     assert settings(browser)["query"] == 3
     assert "Query q3 in numbers" in browser.find("#closeup").text
-    pressed = browser.run("return [...document.querySelectorAll('.query')].map((b) => b.getAttribute('aria-pressed'))")
+    pressed = browser.run(
+        "return [...document.querySelectorAll('.query')].map((b) => b.getAttribute('aria-pressed'))"
+    )
     assert pressed == ["false", "false", "false", "true"]
     browser.click("#view-decoding")
     assert browser.find(".tree").get_attribute("aria-label") == "Workers and merges of query 3"
@@ -177,19 +183,18 @@ def test_a_score_is_read(browser, site):
     assert browser.find(".readout").text == "q1, key 9: not yet loaded"
 
 
-def test_address_is_kept_and_bounded(browser, site):
-    path, _ = site
-    browser.open(path, address=address("pages", 11, 3, causal=True, masked=True, step=2, query=1))
+def test_address_is_kept_and_bounded(blank):
+    blank.open(address=address("pages", 11, 3, causal=True, masked=True, step=2, query=1))
     wanted = {"view": "pages", "keys": 11, "tile": 3, "causal": 1, "masked": 1, "step": 2, "query": 1}
-    assert settings(browser) == wanted
-    browser.driver.refresh()
-    assert settings(browser) == wanted
-    browser.open(path, address="#view=none&keys=99&tile=-4&step=50&query=x")
-    shown = settings(browser)
+    assert settings(blank) == wanted
+    blank.driver.refresh()
+    assert settings(blank) == wanted
+    blank.open(address="#view=none&keys=99&tile=-4&step=50&query=x")
+    shown = settings(blank)
     assert shown == {"view": "tiles", "keys": 16, "tile": 1, "causal": 0, "masked": 0, "step": 16, "query": 0}
-    browser.run("location.hash = '#view=decoding&keys=8&tile=1'")
-    browser.wait_for(lambda shown: bool(shown["cards"]))
-    assert settings(browser)["keys"] == 8
+    blank.run("location.hash = '#view=decoding&keys=8&tile=1'")
+    blank.wait_for(lambda shown: bool(shown["cards"]))
+    assert settings(blank)["keys"] == 8
 
 
 # --- keyboard ---
@@ -222,6 +227,9 @@ def test_space_plays(browser):
     browser.press(" ", on=None)
     assert browser.find("#play").get_attribute("aria-label") == "Pause"
     browser.press(" ", on=None)
+    assert browser.find("#play").get_attribute("aria-label") == "Play"
+    browser.run("scrollTo(0, document.documentElement.scrollHeight)")
+    browser.press(" ", on=None)  # the simulator is out of sight
     assert browser.find("#play").get_attribute("aria-label") == "Play"
     browser.press(" ", on="#play")  # the button's own meaning of it, once
     assert browser.find("#play").get_attribute("aria-label") == "Pause"
@@ -257,14 +265,29 @@ def test_everything_is_reached_by_tab(browser):
         seen.append(
             browser.run("""
             const e = document.activeElement, style = getComputedStyle(e);
-            const ring = [e, e.nextElementSibling, e.closest("label")].some((one) => one && getComputedStyle(one).outlineStyle !== "none");
+            const shows = (one) => one && getComputedStyle(one).outlineStyle !== "none";
+            const ring = [e, e.nextElementSibling, e.closest("label")].some(shows);
             return [e.id || e.className || e.name, ring]""")
         )
         if seen[-1][0] == "question-5":
             break
     names = [name for name, _ in seen]
-    wanted = ["theme", "view-tiles", "tile", "keys", "causal", "masked", "query", "step", "last", "scrub", "speed"]
-    assert [name for name in names if name in wanted and name != "query"] == [n for n in wanted if n != "query"]
+    wanted = [
+        "theme",
+        "view-tiles",
+        "tile",
+        "keys",
+        "causal",
+        "masked",
+        "query",
+        "step",
+        "last",
+        "scrub",
+        "speed",
+    ]
+    assert [name for name in names if name in wanted and name != "query"] == [
+        n for n in wanted if n != "query"
+    ]
     assert names.count("query") == 4
     assert all(ring for _, ring in seen), [name for name, ring in seen if not ring]
 
@@ -272,20 +295,19 @@ def test_everything_is_reached_by_tab(browser):
 # --- touch ---
 
 
-def test_touch(browser, site):
-    path, _ = site
-    browser.open(path, width=360, height=740, touch=True)
-    browser.swipe(".strip[data-query='1']", -120)
-    assert browser.snapshot()["step"] == 1
-    browser.swipe(".strip[data-query='1']", -120)
-    browser.swipe(".strip[data-query='0']", 120)
-    assert browser.snapshot()["step"] == 1
-    browser.swipe(".strip[data-query='0']", 20)  # too short to be meant
-    assert browser.snapshot()["step"] == 1
-    browser.tap("#step")
-    assert browser.wait_for(lambda shown: shown["step"] == 2)
-    browser.tap(".strip[data-query='0'] [data-key='5']")
-    browser.wait_for(lambda _: browser.find(".readout").text.startswith("q0, key 5: score"))
+def test_touch(blank):
+    blank.open(width=360, height=740, touch=True)
+    blank.swipe(".strip[data-query='1']", -120)
+    assert blank.snapshot()["step"] == 1
+    blank.swipe(".strip[data-query='1']", -120)
+    blank.swipe(".strip[data-query='0']", 120)
+    assert blank.snapshot()["step"] == 1
+    blank.swipe(".strip[data-query='0']", 20)  # too short to be meant
+    assert blank.snapshot()["step"] == 1
+    blank.tap("#step")
+    assert blank.wait_for(lambda shown: shown["step"] == 2)
+    blank.tap(".strip[data-query='0'] [data-key='5']")
+    blank.wait_for(lambda _: blank.find(".readout").text.startswith("q0, key 5: score"))
 
 
 # --- light, dark, sizes, motion ---
@@ -316,26 +338,26 @@ def contrast(a, b):
 
 
 @pytest.mark.parametrize("dark", [False, True])
-def test_contrast(browser, site, dark):
+def test_contrast(blank, dark):
     """At least 4.5 for text on whatever it stands on, 3 for lines that mean something."""
-    browser.open(site[0], dark=dark)
+    blank.open(dark=dark)
     text = ["ink", "muted", "accent", "m", "l", "warm", "good", "bad", *(f"worker-{i}" for i in range(4))]
     grounds = ["paper", "surface", "sunken"]
     pairs = [(one, ground) for one in text for ground in grounds]
     pairs += [("warm", "warm-soft"), ("good", "good-soft"), ("bad", "bad-soft"), ("ink", "bar")]
     pairs += [("on-accent", "accent"), ("ink", "good-soft"), ("ink", "bad-soft")]
-    colours = browser.run(COLOURS, sorted({name for pair in pairs for name in pair} | {"strong-line"}))
+    colours = blank.run(COLOURS, sorted({name for pair in pairs for name in pair} | {"strong-line"}))
     ratios = {pair: contrast(*(colours[name] for name in pair)) for pair in pairs}
     assert {pair: ratio for pair, ratio in ratios.items() if ratio < 4.5} == {}
     assert all(contrast(colours["strong-line"], colours[ground]) >= 3 for ground in grounds)
 
 
-def test_theme(browser, site):
+def test_theme(browser):
     def background():
         return browser.run("return getComputedStyle(document.body).backgroundColor")
 
     light = background()
-    browser.open(site[0], dark=True)
+    browser.open(dark=True)
     dark = background()
     assert light != dark
     assert browser.find("#theme").text == "Light"
@@ -351,65 +373,71 @@ def test_theme(browser, site):
 @pytest.mark.parametrize("width", [320, 360, 768, 1024])
 @pytest.mark.parametrize("view", VIEWS)
 @pytest.mark.parametrize("masked", [False, True])
-def test_small_screens(browser, site, view, width, masked):
+def test_small_screens(blank, view, width, masked):
     """Nothing sticks out, and what is touched is large enough."""
-    browser.open(site[0], width=width, height=740, touch=True, address=address(view, 16, 3, masked=masked, step=3))
-    wide, sizes = browser.run("""
-        const box = (e) => { const b = e.getBoundingClientRect(); return [e.id || e.className, b.width, b.height]; };
+    blank.open(width=width, height=740, touch=True, address=address(view, 16, 3, masked=masked, step=3))
+    wide, sizes = blank.run("""
+        const box = (e) => [e.id || e.className, e.getBoundingClientRect()];
+        const size = ([name, b]) => [name, b.width, b.height];
+        const touched = document.querySelectorAll("button, select, label.switch, .quiz label");
         return [document.documentElement.scrollWidth,
-                [...document.querySelectorAll("button, select, label.switch, .quiz label")].filter((e) => e.offsetParent).map(box)]""")
+                [...touched].filter((e) => e.offsetParent).map(box).map(size)]""")
     assert wide <= width
     assert [size for size in sizes if min(size[1:]) < 35] == []
-    outside = browser.run("""
-        return [...document.querySelectorAll("#stage .stat dd, #stage .error-number, #stage button, #stage .slot")].filter((e) => {
+    outside = blank.run("""
+        const parts = document.querySelectorAll(".stat dd, .error-number, #stage button, .slot");
+        return [...parts].filter((e) => {
           const b = e.getBoundingClientRect(); return b.width && (b.left < 0 || b.right > innerWidth + 0.5);
         }).map((e) => e.outerHTML)""")
     assert outside == []
 
 
-def test_playback_stays_in_reach(browser, site):
-    browser.open(site[0], width=360, height=640, touch=True)
-    browser.run("document.querySelector('.strip').scrollIntoView()")
-    bottom = browser.run("return document.querySelector('.transport').getBoundingClientRect().bottom")
+def test_playback_stays_in_reach(blank):
+    blank.open(width=360, height=640, touch=True)
+    blank.run("document.querySelector('.strip').scrollIntoView()")
+    bottom = blank.run("return document.querySelector('.transport').getBoundingClientRect().bottom")
     assert bottom <= 640
 
 
 @pytest.mark.parametrize("reduced", [True, False])
-def test_motion(browser, site, reduced):
-    browser.open(site[0], reduced_motion=reduced)
-    times = browser.run("""
+def test_motion(blank, reduced):
+    blank.open(reduced_motion=reduced)
+    times = blank.run("""
         return [...document.querySelectorAll("*")].map((e) => getComputedStyle(e).transitionDuration)""")
     moving = {time for time in times for time in time.split(", ")} - {"0s"}
     assert bool(moving) != reduced
 
 
-def test_other_shapes(browser, tmp_path):
-    """The most that a page takes, on the smallest screen, and the least."""
+@pytest.mark.parametrize(("queries", "keys", "width"), [(8, 24, 8), (1, 1, 1), (3, 7, 2)])
+def test_other_shapes(browser, tmp_path, queries, keys, width):
+    """The most that a page takes, on a small screen, and the least."""
     rng = np.random.default_rng(2)
-    for queries, keys, width in ((8, 24, 8), (1, 1, 1), (3, 7, 2)):
-        shapes = ((queries, 3), (keys, 3), (keys, width))
-        inputs = simulate.Inputs(*map(rng.standard_normal, shapes), "x")
-        path = tmp_path / f"{keys}.html"
-        path.write_text(simulate.page(inputs), encoding="utf-8")
-        page = Page(path.read_text(encoding="utf-8"), inputs)
-        for view in VIEWS:
-            browser.open(path, width=360, height=740, address=address(view, keys, 4, causal=True, masked=True, step=-1))
-            shown = browser.snapshot()
-            trace = expected_trace(inputs, page.data, view, keys, min(4, keys), causal=True, masked=True)
-            assert float(shown["meters"]["error"]) == trace.error
-            assert browser.run("return document.documentElement.scrollWidth") <= 360
-            browser.look_at_logs()
-            assert browser.complaints == []
-    browser.open_again()
+    shapes = ((queries, 3), (keys, 3), (keys, width))
+    inputs = simulate.Inputs(*map(rng.standard_normal, shapes), "x")
+    path = tmp_path / "page.html"
+    path.write_text(simulate.page(inputs), encoding="utf-8")
+    page = Page(path.read_text(encoding="utf-8"), inputs)
+    browser.open(path, width=360, height=740)
+    for view in VIEWS:
+        browser.run("location.hash = arguments[0]", address(view, keys, 4, causal=True, masked=True, step=-1))
+        shown = browser.wait_for(
+            lambda _, view=view: settings(browser)["view"] == view and settings(browser)["causal"]
+        )
+        tile = min(4, keys if view != "decoding" else -(-keys // 4))
+        trace = expected_trace(inputs, page.data, view, keys, tile, causal=True, masked=True)
+        assert shown["step"] == shown["steps"] > 0
+        assert float(shown["meters"]["error"]) == trace.error
+        assert len(shown["rows"]) == queries and len(shown["rows"][0]["cells"]) == keys
+        assert browser.run("return document.documentElement.scrollWidth") <= 360
 
 
 # --- what is read aloud ---
 
 
 @pytest.mark.parametrize("view", VIEWS)
-def test_everything_has_a_name(browser, site, view):
-    browser.open(site[0], address=address(view, 16, 4, masked=True, step=2))
-    tree = browser.cdp("Accessibility.getFullAXTree")["nodes"]
+def test_everything_has_a_name(blank, view):
+    blank.open(address=address(view, 16, 4, masked=True, step=2))
+    tree = blank.cdp("Accessibility.getFullAXTree")["nodes"]
     need = {"button", "slider", "switch", "tab", "tabpanel", "combobox", "radio", "image", "group", "region"}
     named = [
         (node["role"]["value"], node.get("name", {}).get("value", ""))
@@ -421,14 +449,16 @@ def test_everything_has_a_name(browser, site, view):
     names = " ".join(name for _, name in named)
     assert "Scores of query 0. key 0 done, no longer in memory" in names
     assert re.search(r"Output 0: \S+, exact \S+", names)
-    assert browser.find("#narration").get_attribute("aria-live") == "polite"
+    assert blank.find("#narration").get_attribute("aria-live") == "polite"
 
 
 # --- check yourself ---
 
 
 def test_quiz(browser):
-    questions = json.loads((resources.files("pyflash.simulate") / "page" / "questions.json").read_text("utf-8"))
+    questions = json.loads(
+        (resources.files("pyflash.simulate") / "page" / "questions.json").read_text("utf-8")
+    )
     items = browser.driver.find_elements("css selector", "#quiz > li")
     assert len(items) == len(questions) == 6
     for number, (item, question) in enumerate(zip(items, questions, strict=True), 1):
@@ -447,7 +477,9 @@ def test_quiz(browser):
         item.find_element("css selector", ".show-me").click()
         show = question["show"]
         now = settings(browser)
-        assert {name: now[name] for name in ("view", "tile")} == {name: show[name] for name in ("view", "tile")}
+        assert {name: now[name] for name in ("view", "tile")} == {
+            name: show[name] for name in ("view", "tile")
+        }
         assert now["masked"] == show["masked"]
         steps = browser.snapshot()["steps"]
         assert now["step"] == (steps if show["step"] < 0 else show["step"]) <= steps

@@ -77,20 +77,20 @@ def check_cells(shown, trace, row, parts):
                 assert cell["text"] == text
 
 
-def check_tiles(browser, site, view, num_keys, tile, causal, masked):
+def check_tiles(blank, site, view, num_keys, tile, causal, masked):
     """Step through a view of tiles to its end and compare everything with `trace`."""
-    path, page = site
+    _, page = site
     flags = {"causal": causal, "masked": masked}
     args = (page.inputs, page.data, view, num_keys, tile)
     trace = expected_trace(*args, **flags)
     unguarded = expected_trace(*args, **flags, guard=False) if masked else None
-    browser.open(path, address=address(view, num_keys, tile, causal, masked, query=2))
+    blank.open(address=address(view, num_keys, tile, causal, masked, query=2))
     num_rows, tolerance = len(page.inputs.q), 1e-14 * np.abs(page.inputs.v).max()
-    check_start(browser.snapshot(), num_rows, num_keys, len(trace.steps))
+    check_start(blank.snapshot(), num_rows, num_keys, len(trace.steps))
     rescaled = 0
     for number, step in enumerate(trace.steps, 1):
-        browser.run("document.getElementById('step').click()")
-        shown = browser.snapshot()
+        blank.run("document.getElementById('step').click()")
+        shown = blank.snapshot()
         rescaled += step.rescaled
         assert (shown["step"], shown["steps"]) == (number, len(trace.steps))
         for row in range(num_rows):
@@ -108,7 +108,7 @@ def check_tiles(browser, site, view, num_keys, tile, causal, masked):
         check_closeup(shown["closeup"], [t for t in (trace, unguarded) if t], number, row=2)
         if view == "pages":
             check_pages(shown["pages"], page.data, step, num_keys)
-    assert browser.run("return document.getElementById('step').disabled")
+    assert blank.run("return document.getElementById('step').disabled")
 
 
 def check_start(shown, num_rows, num_keys, num_steps):
@@ -158,29 +158,29 @@ def check_pages(shown, data, step, num_keys):
 @pytest.mark.parametrize(
     ("view", "num_keys", "tile"), [("tiles", 16, 4), ("tiles", 3, 1), ("tiles", 9, 9), ("pages", 15, 3)]
 )
-def test_every_step_shows_the_trace(browser, site, view, num_keys, tile, causal, masked):
-    check_tiles(browser, site, view, num_keys, tile, causal, masked)
+def test_every_step_shows_the_trace(blank, site, view, num_keys, tile, causal, masked):
+    check_tiles(blank, site, view, num_keys, tile, causal, masked)
 
 
 @pytest.mark.parametrize("tile", range(1, 14))
-def test_every_tile_size(browser, site, tile):
-    check_tiles(browser, site, "tiles", 13, tile, causal=True, masked=False)
+def test_every_tile_size(blank, site, tile):
+    check_tiles(blank, site, "tiles", 13, tile, causal=True, masked=False)
 
 
 @pytest.mark.parametrize(("num_keys", "tile"), [(16, 2), (13, 1), (3, 1), (1, 1)])
 @pytest.mark.parametrize(("causal", "masked"), [(False, False), (True, True)])
-def test_flash_decoding(browser, site, num_keys, tile, causal, masked):
+def test_flash_decoding(blank, site, num_keys, tile, causal, masked):
     """Workers step at the same time; then the states are merged one by one along the tree."""
-    path, page = site
+    _, page = site
     args, flags = (page.inputs, page.data, "decoding", num_keys, tile), {"causal": causal, "masked": masked}
     traces = [expected_trace(*args, **flags, guard=guard) for guard in ((True, False) if masked else (True,))]
     trace, row, tolerance = traces[0], 1, 1e-14 * np.abs(page.inputs.v).max()
     workers = [list(steps) for _, steps in itertools.groupby(trace.steps, lambda step: step.split)]
     num_tiles = max(map(len, workers))
-    browser.open(path, address=address("decoding", num_keys, tile, causal, masked, query=row))
+    blank.open(address=address("decoding", num_keys, tile, causal, masked, query=row))
     for frame in range(1, num_tiles + len(trace.combinations) + 1):
-        browser.press("\ue014")  # right arrow
-        shown = browser.snapshot()
+        blank.press("\ue014")  # right arrow
+        shown = blank.snapshot()
         assert shown["steps"] == num_tiles + len(trace.combinations)
         assert len(shown["cards"]) == len(workers) + len(trace.combinations)
         parts = []
@@ -200,9 +200,7 @@ def test_flash_decoding(browser, site, num_keys, tile, causal, masked):
             assert card["pending"] == (frame - num_tiles <= i)
             for state, one in zip(card["states"], traces, strict=True):
                 if not card["pending"]:
-                    check_state(
-                        state, one.combinations[i], trace.exact, row, tolerance, combination=True
-                    )
+                    check_state(state, one.combinations[i], trace.exact, row, tolerance, combination=True)
         in_memory = sum(s[frame - 1].scores.size for s in workers if frame <= len(s))
         assert shown["meters"]["inMemory"] == str(in_memory)
     assert same(shown["meters"]["error"], trace.error)
@@ -211,26 +209,25 @@ def test_flash_decoding(browser, site, num_keys, tile, causal, masked):
         assert titles[4:] == ["A + B", "C + D", "A + B + C + D: the answer"]
 
 
-def test_nan_beside_the_guarded_recurrence(browser, site):
-    path, _ = site
-    browser.open(path, address=address("tiles", 16, 4, masked=True, step=1))
-    first = browser.snapshot()
+def test_nan_beside_the_guarded_recurrence(blank, site):
+    blank.open(address=address("tiles", 16, 4, masked=True, step=1))
+    first = blank.snapshot()
     assert "q2 and q3 computed e^(−∞ − (−∞)), which is NaN" in first["narration"]
     assert [row[1]["text"]["alpha"] for row in first["states"]] == ["0", "0", "NaN", "NaN"]
-    browser.press("\ue010")  # End
-    last = browser.snapshot()
+    blank.press("\ue010")  # End
+    last = blank.snapshot()
     for row, states in enumerate(last["states"]):
         assert states[0]["ticks"] == ["✓"] * HEAD_DIM_V
         assert states[1]["ticks"] == (["✓"] if row < 2 else ["NaN"]) * HEAD_DIM_V
     assert "stay NaN for good" in last["narration"]
 
 
-def test_positions_follow_the_numbers(browser, site):
+def test_positions_follow_the_numbers(blank, site):
     """Heights of bars and places of dots are in the order of what they stand for."""
-    path, page = site
-    browser.open(path, address=address("tiles", 16, 16, step=1))
+    _, page = site
+    blank.open(address=address("tiles", 16, 16, step=1))
     trace = expected_trace(page.inputs, page.data, "tiles", 16, 16)
-    shown = browser.snapshot()
+    shown = blank.snapshot()
     heights = [float(bar.rstrip("%")) for row in shown["rows"] for bar in row["bars"]]
     np.testing.assert_array_equal(np.argsort(heights), np.argsort(trace.steps[0].scores.ravel()))
     for row, cells in enumerate(shown["rows"]):  # the line of m touches the highest bar

@@ -107,7 +107,9 @@ function narrateStep(step) {
   const arrived = indicesWhere(step.rows, (row) => row.arrived.every(Boolean) && row.m !== -Infinity);
   if (shrunk.length) {
     sentences.push(`A larger score came for ${listQueries(shrunk)}: m rises, and α below 1 shrinks what was summed before.`);
-  } else if (step.rows.some((row) => row.mBefore !== -Infinity)) {
+  } else if (step.rows.every((row) => row.mBefore === -Infinity)) {
+    sentences.push("Every m was −∞, so α, where it is 0, had nothing to shrink.");
+  } else {
     sentences.push("No maximum changes: α is 1, and the tile is only added.");
   }
   if (blind.length) sentences.push(`${listQueries(blind)} may see none of these keys: m stays −∞ and the sums stay 0.`);

@@ -61,12 +61,18 @@ function isTakenBy(element, key) {
   return false;
 }
 
+function isInSight(element) {
+  const { top, bottom } = element.getBoundingClientRect();
+  return bottom > 0 && top < innerHeight;
+}
+
 function startKeyboard(player) {
   document.addEventListener("keydown", (event) => {
     if (event.ctrlKey || event.metaKey || event.altKey || isTakenBy(event.target, event.key)) return;
     // These scroll the page, unless the reader is in the simulator.
     const scrolls = ["ArrowUp", "ArrowDown", "Home", "End"].includes(event.key);
     if (scrolls && !byId("stage").contains(event.target)) return;
+    if (event.key === " " && !isInSight(byId("play"))) return; // the reader is elsewhere, and scrolls
     const action = shortcuts(player)[event.key.length === 1 ? event.key.toLowerCase() : event.key];
     if (!action) return;
     event.preventDefault();
