@@ -59,7 +59,9 @@ def test_playback_buttons(browser):
     assert enabled() == {"first", "back", "play"}
 
 
-def test_play_and_pause(browser):
+def test_play_and_pause(blank):
+    browser = blank
+    browser.open(address=address(tile=1))
     browser.run("document.getElementById('speed').value = '4'")
     browser.click("#play")
     assert browser.find("#play").get_attribute("aria-label") == "Pause"
@@ -68,11 +70,10 @@ def test_play_and_pause(browser):
     browser.click("#play")
     paused = browser.snapshot()["step"]
     assert browser.find("#play").get_attribute("aria-label") == "Play"
-    browser.driver.implicitly_wait(0)
     browser.run("return new Promise((done) => setTimeout(done, 900))")  # longer than two steps
-    assert browser.snapshot()["step"] == paused < 4
+    assert browser.snapshot()["step"] == paused < 16
     browser.click("#play")
-    browser.wait_for(lambda shown: shown["step"] == 4)
+    browser.wait_for(lambda shown: shown["step"] == 16)
     browser.wait_for(lambda _: browser.find("#play").get_attribute("aria-label") == "Play")
     browser.click("#play")  # from the end: once more from the start
     browser.wait_for(lambda shown: shown["step"] == 1)
@@ -81,7 +82,7 @@ def test_play_and_pause(browser):
 
 
 def test_speed_is_a_speed(browser):
-    """Four steps of 1.4 s each, divided by the speed."""
+    """Two steps of 1.4 s each, divided by the speed."""
 
     def seconds(speed):
         browser.open()
@@ -100,7 +101,8 @@ def test_speed_is_a_speed(browser):
         )
 
     slow, fast = seconds("2"), seconds("4")
-    assert 1300 < slow < 2200 and 600 < fast < 1200 < 1.5 * fast + 600 and slow > 1.3 * fast
+    assert slow >= 1390 and fast >= 690  # a busy machine can only be late
+    assert fast < slow
 
 
 @pytest.mark.parametrize(("name", "low", "high"), [("tile", 1, 16), ("keys", 1, 16), ("scrub", 0, 4)])
