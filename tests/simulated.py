@@ -13,7 +13,7 @@ import pyflash
 
 
 def expected_trace(inputs, data, view, num_keys, tile, *, causal=False, masked=False, guard=True):
-    """Call `trace` for one position of the page's controls, described by the issue and not by the page."""
+    """Call `trace` for one position of the page's controls, put together without the page's own code."""
     q, k, v = inputs.q, inputs.k[:num_keys], inputs.v[:num_keys]
     options: dict[str, Any] = {"tile": tile, "causal": causal, "guard": guard}
     if masked:

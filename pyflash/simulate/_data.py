@@ -14,7 +14,6 @@ import numpy as np
 
 import pyflash
 
-from .. import _checks
 from .._description import Array
 from .._errors import invalid
 from .._trace import Combination, Step, Trace
@@ -202,7 +201,7 @@ def payload(inputs: Inputs) -> dict[str, Any]:
         "maxKeys": len(inputs.k),
         "headDim": inputs.q.shape[1],
         "headDimV": inputs.v.shape[1],
-        "dtype": _checks.float_array("q", inputs.q, {2: ""})[1].name,
+        "dtype": inputs.q.dtype.name,
         "workers": WORKERS,
         "pageSize": PAGE_SIZE,
         "numPages": len(table) + FREE_PAGES,

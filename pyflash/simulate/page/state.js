@@ -49,7 +49,6 @@ class StateView {
   /** Show a row of a step or a combination; `null` where there is none yet. */
   show(row) {
     const shown = row ?? emptyRow();
-    this.element.classList.toggle("waiting", row === null);
     showNumber(this.m, row && shown.m);
     showNumber(this.alpha, shown.alpha);
     showNumber(this.l, row && shown.l);
@@ -57,7 +56,6 @@ class StateView {
     showNumber(this.error, shown.error);
     const all = shown.out !== null && shown.arrived.every(Boolean);
     this.arrived.textContent = all ? "✓ arrived" : "";
-    this.element.classList.toggle("has-arrived", all);
     this.tracks.forEach((track, column) => this.showTrack(track, column, shown));
   }
 
