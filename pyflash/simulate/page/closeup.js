@@ -45,7 +45,9 @@ class Closeup {
 
   factor(before, row) {
     if (row.alpha === null) return h("span", { text: "no step yet" });
-    const power = h("sup", { text: `${formatNumber(before.m)} − ${bracketed(row.m)}` });
+    // Where both are −∞, the guard has put the lowest finite number in the place of each; without it α is NaN.
+    const held = row.m === -Infinity && !Number.isNaN(row.alpha);
+    const power = h("sup", { text: held ? "lowest − lowest" : `${formatNumber(before.m)} − ${bracketed(row.m)}` });
     return h("span", {}, "e", power, " = ", this.number(row.alpha));
   }
 

@@ -35,7 +35,7 @@ class Paged {
       const used = logical >= 0 && key < this.settings.keys;
       return h("span", { class: used ? "slot" : "slot empty", "data-key": used ? key : null, text: used ? key : "" });
     });
-    const caption = h("span", { class: "page-name", text: logical < 0 ? `${name}, free` : name });
+    const caption = h("span", { class: "page-name", text: name });
     const element = h("div", { class: logical < 0 ? "page free" : "page", "data-kind": kind }, caption, h("div", { class: "slots" }, ...slots));
     return { element, slots, logical };
   }

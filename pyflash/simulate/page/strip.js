@@ -101,7 +101,7 @@ function keyHeader(numKeys, groupSize) {
   const cells = Array.from({ length: numKeys }, (_, key) =>
     h("span", { text: key, class: groupSize && key > 0 && key % groupSize === 0 ? "group-border" : null }),
   );
-  return h("div", { class: "key-header", style: `--n: ${numKeys}`, "aria-hidden": "true" }, ...cells);
+  return h("div", { class: numKeys > 16 ? "key-header dense" : "key-header", style: `--n: ${numKeys}`, "aria-hidden": "true" }, ...cells);
 }
 
 /** Let a pointer read single cells of the strips in `container`; the words go to a line below them. */
