@@ -64,7 +64,9 @@ def _parser() -> argparse.ArgumentParser:
         "pyflash.trace().",
     )
     source = simulate.add_mutually_exclusive_group()
-    source.add_argument("--npz", metavar="FILE", help="show the arrays q, k and v of this file, one head")
+    source.add_argument(
+        "--npz", metavar="FILE", help="show q, k and v of this file: one head, at most 8 queries and 24 keys"
+    )
     source.add_argument("--seed", type=int, default=0, metavar="N", help="of the random arrays (0)")
     simulate.add_argument(
         "--output",

@@ -216,6 +216,7 @@ def test_the_largest_arrays_are_taken(tmp_path):
             r"k: found shape \(5, 3\), expected \(seqlen_kv, head_dim\), .* q, \(3, 4\)",
         ),
         ({"q": np.zeros((3, 0)), "k": np.zeros((5, 0))}, r"k: found shape \(5, 0\)"),
+        ({"v": np.zeros((5, 2), np.float32)}, r"v: found dtype float32, expected float64, the dtype of k"),
         ({"v": np.zeros((4, 2))}, r"v: found shape \(4, 2\), expected .* the 5 keys of k"),
         ({"v": np.zeros((5, 9))}, r"v: found 9 columns, expected 1 to 8"),
         ({"q": np.full((3, 4), 1e300), "k": np.full((5, 4), 1e300)}, r"npz: found scores that overflow"),
