@@ -57,25 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     demo = commands.add_parser("demo", help="show in the terminal what FlashAttention does")
     demo.set_defaults(command=_demo)
 
-    simulate = commands.add_parser(
-        "simulate",
-        help="write a page that shows FlashAttention step by step, and open it in the browser",
-        description="Write one page that needs no network: every tile of the recurrence, with the numbers of "
-        "pyflash.trace().",
-    )
-    source = simulate.add_mutually_exclusive_group()
-    source.add_argument(
-        "--npz", metavar="FILE", help="show q, k and v of this file: one head, at most 8 queries and 24 keys"
-    )
-    source.add_argument("--seed", type=int, default=0, metavar="N", help="of the random arrays (0)")
-    simulate.add_argument(
-        "--output",
-        default="pyflash-simulator.html",
-        metavar="FILE",
-        help="where the page goes (pyflash-simulator.html in this folder)",
-    )
-    simulate.add_argument("--no-open", action="store_false", dest="open_it", help="only write the page")
-    simulate.set_defaults(command=_simulate)
+    _add_simulate(commands)
 
     info = commands.add_parser("info", help="show versions, CPU, instruction sets, threads, GPUs, backends")
     info.set_defaults(command=_info)
@@ -110,6 +92,28 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--seed", type=int, metavar="N", help="makes --temperature repeatable")
     generate.set_defaults(command=_generate)
     return parser
+
+
+def _add_simulate(commands: Any) -> None:
+    simulate = commands.add_parser(
+        "simulate",
+        help="write a page that shows FlashAttention step by step, and open it in the browser",
+        description="Write one page that needs no network: every tile of the recurrence, with the numbers of "
+        "pyflash.trace().",
+    )
+    source = simulate.add_mutually_exclusive_group()
+    source.add_argument(
+        "--npz", metavar="FILE", help="show q, k and v of this file: one head, at most 8 queries and 24 keys"
+    )
+    source.add_argument("--seed", type=int, default=0, metavar="N", help="of the random arrays (0)")
+    simulate.add_argument(
+        "--output",
+        default="pyflash-simulator.html",
+        metavar="FILE",
+        help="where the page goes (pyflash-simulator.html in this folder)",
+    )
+    simulate.add_argument("--no-open", action="store_false", dest="open_it", help="only write the page")
+    simulate.set_defaults(command=_simulate)
 
 
 def _demo() -> int:
