@@ -16,7 +16,7 @@ C_FILES := $(shell find c_src -name '*.[ch]' -o -name '*.def')
 C_FORMATTED := $(filter %.c %.h,$(C_FILES)) $(wildcard gpu/kernels/*.cu gpu/kernels/*.cuh tests/emulator/*.h tests/emulator/*.cpp)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo generate test test-long test-cuda test-neon test-amx build lint format typecheck \
+.PHONY: help demo generate test test-long test-cuda test-browser simulate test-neon test-amx build lint format typecheck \
 	bench bench-peers bench-report wheel sdist \
 	asan ubsan tsan valgrind clean distclean
 
@@ -30,6 +30,9 @@ demo: $(VENV)/.extra-demo ## show what FlashAttention does, in the terminal
 
 generate: $(VENV)/.extra-generate $(VENV)/.model ## let a language model answer PROMPT="..."
 	@$(BIN)/pyflash generate $(ARGS) '$(subst ','\'',$(value PROMPT))'
+
+simulate: $(VENV)/.installed ## show FlashAttention step by step, in the browser
+	$(BIN)/pyflash simulate $(ARGS)
 
 test: $(VENV)/.extra-test $(VENV)/.model ## run the tests (ARGS="-k name" picks)
 	$(BIN)/pytest --numprocesses=$(JOBS) $(ARGS)
@@ -69,6 +72,12 @@ typecheck: $(VENV)/.extra-dev ## check types: mypy --strict
 test-neon: $(VENV)/.extra-dev ## cross-compile for aarch64 and run some tests under qemu (Debian, root)
 	PYTHON=$(BIN)/python .ci/neon $(ARGS)
 
+# In a browser that is there, or in Debian's, which only root can install. A skip is a failure here.
+test-browser: $(VENV)/.extra-browser ## run the simulator in Chromium (Debian: installs it, as root)
+	command -v chromium && command -v chromedriver || { apt-get -qq update && \
+		apt-get -qq install --yes --no-install-recommends chromium chromium-driver >/dev/null; }
+	PYFLASH_TEST_BROWSER=1 $(BIN)/pytest tests/browser $(ARGS)
+
 # Without a GPU: NVRTC compiles every kernel, and the shared suite runs the same sources on the CPU.
 test-cuda: $(VENV)/.extra-dev $(VENV)/.extra-cuda13 ## compile the CUDA kernels and run them emulated
 	PYFLASH_TEST_EMULATED_CUDA=1 $(BIN)/pytest --numprocesses=$(JOBS) -k "cuda or emulator" $(ARGS)
@@ -76,7 +85,8 @@ test-cuda: $(VENV)/.extra-dev $(VENV)/.extra-cuda13 ## compile the CUDA kernels 
 # Checked extensions are built beside the usual one, without touching it. They are tested on what the C code
 # does: the model and the demo would repeat it slowly, and a checker's own memory is not flat, nor its code fast.
 CHECKED := --ignore=tests/test_generate.py --ignore=tests/test_demo.py --ignore=tests/test_cli.py \
-	--ignore=tests/test_spills.py --ignore=tests/test_benchmarks.py --ignore=tests/test_bench_command.py -k "not memory_is_flat" -p no:cacheprovider --capture=sys
+	--ignore=tests/test_spills.py --ignore=tests/test_benchmarks.py --ignore=tests/test_bench_command.py \
+	--ignore=tests/test_simulate.py --ignore=tests/browser -k "not memory_is_flat" -p no:cacheprovider --capture=sys
 checked_build = CFLAGS="-g -fno-omit-frame-pointer $(1)" $(BIN)/python setup.py --quiet build \
 	--build-base build/$@ --build-lib build/$@/lib
 # PYTHONSAFEPATH: child processes of the tests must not find the extension in the current folder.

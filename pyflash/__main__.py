@@ -58,11 +58,13 @@ def _parser() -> argparse.ArgumentParser:
     demo = commands.add_parser("demo", help="show in the terminal what FlashAttention does")
     demo.set_defaults(command=_demo)
 
+    _add_simulate(commands)
+
     info = commands.add_parser("info", help="show versions, CPU, instruction sets, threads, GPUs, backends")
     info.add_argument("--json", action="store_true", dest="as_json", help="as one JSON object")
     info.set_defaults(command=_info)
 
-    _bench_arguments(commands)
+    _add_bench(commands)
 
     generate = commands.add_parser(
         "generate",
@@ -96,10 +98,32 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _bench_arguments(commands: Any) -> None:
+def _add_bench(commands: Any) -> None:
     from pyflash.bench import _cli
 
     _cli.add_to(commands)
+
+
+def _add_simulate(commands: Any) -> None:
+    simulate = commands.add_parser(
+        "simulate",
+        help="write a page that shows FlashAttention step by step, and open it in the browser",
+        description="Write one page that needs no network: every tile of the recurrence, with the numbers of "
+        "pyflash.trace().",
+    )
+    source = simulate.add_mutually_exclusive_group()
+    source.add_argument(
+        "--npz", metavar="FILE", help="show q, k and v of this file: one head, at most 8 queries and 24 keys"
+    )
+    source.add_argument("--seed", type=int, default=0, metavar="N", help="of the random arrays (0)")
+    simulate.add_argument(
+        "--output",
+        default="pyflash-simulator.html",
+        metavar="FILE",
+        help="where the page goes (pyflash-simulator.html in this folder)",
+    )
+    simulate.add_argument("--no-open", action="store_false", dest="open_it", help="only write the page")
+    simulate.set_defaults(command=_simulate)
 
 
 def _demo() -> int:
@@ -117,6 +141,12 @@ def _info(as_json: bool) -> None:
         print(json.dumps({label.strip(): value for label, value in _runtime.runtime_report()}, indent=1))
     else:
         pyflash.show_runtime()
+
+
+def _simulate(**options: Any) -> None:
+    from pyflash.simulate import _command
+
+    _command.run(**options)
 
 
 def _generate(temperature: float | None, seed: int | None, **options: Any) -> None:

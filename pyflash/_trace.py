@@ -93,6 +93,7 @@ def trace(
     seq_lens: int | None = None,
     causal: bool | str = False,
     window: tuple[int | None, int | None] | None = None,
+    spans: tuple[Any, Any] | None = None,
     scale: float | None = None,
     q_offset: int | None = None,
 ) -> Trace:
@@ -119,7 +120,7 @@ def trace(
         Page number of each logical page; entries past the length are not read.
     seq_lens : int, optional
         Number of valid keys. Default: all of them; needed with `block_table`.
-    causal, window, scale, q_offset
+    causal, window, spans, scale, q_offset
         As in `flash_attention`, `q_offset` being one number.
 
     Returns
@@ -170,6 +171,7 @@ def trace(
         "num_splits": _checks.integer("num_splits", num_splits, 1),
         "causal": causal,
         "window": window,
+        "spans": spans,
         "scale": scale,
         "q_offset": q_offset,
     }

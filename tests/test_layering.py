@@ -40,6 +40,7 @@ ABOVE = {
     "_runtime",
     "_trace",
     "generate",
+    "simulate",
     *COMMANDS,
 }
 #: Modules that only these units, or single modules, may import, at any time.

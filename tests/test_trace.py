@@ -98,6 +98,22 @@ def test_first_tile_without_a_visible_key():
     np.testing.assert_array_equal(unguarded.exact, guarded.exact)
 
 
+def test_spans():
+    """Rows 1 and 2 see nothing of the first tile, dense and behind a block table."""
+    q, k, v = normal(1, 3, 4), normal(2, 6, 4), normal(3, 6, 2)
+    spans = (np.array([0, 3, 3]), 6)
+    got = pyflash.trace(q, k, v, tile=3, spans=spans)
+    np.testing.assert_array_equal(np.isneginf(got.steps[0].scores).all(axis=1), [False, True, True])
+    np.testing.assert_array_equal(got.exact, pyflash.naive_attention(q, k, v, spans=spans))
+    assert got.error < 1e-15
+    pages = {"block_table": np.array([1, 0]), "seq_lens": 6}
+    swapped = (np.concatenate([x[3:], x[:3]]).reshape(2, 3, -1) for x in (k, v))
+    paged = pyflash.trace(q, *swapped, tile=3, spans=spans, **pages)
+    np.testing.assert_array_equal(paged.out, got.out)
+    unguarded = pyflash.trace(q, k, v, tile=3, spans=spans, guard=False)
+    np.testing.assert_array_equal(np.isnan(unguarded.out).any(axis=1), [False, True, True])
+
+
 def test_without_a_hole_the_guard_changes_no_bit():
     q, k, v = normal(1, 4, 4), normal(2, 9, 4), normal(3, 9, 2)
     guarded, unguarded = (pyflash.trace(q, k, v, tile=2, guard=guard) for guard in (True, False))
@@ -133,6 +149,7 @@ def test_other_types_are_traced_in_float64(dtype):
         ({"seq_lens": 4}, "seq_lens.* found 4"),
         ({"block_table": np.zeros(1, int)}, "k: found shape"),
         ({"window": 3}, "window: found 3"),
+        ({"spans": 3}, "spans: found 3"),
     ],
 )
 def test_refusals(changes, message):

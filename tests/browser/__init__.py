@@ -1,0 +1,1 @@
+"""The simulator in a real browser: `make test-browser`."""
