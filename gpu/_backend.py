@@ -137,7 +137,7 @@ class CudaBackend:
         for launch in prepared:
             launch.put(device, stream, workspace)
         places.fetch()
-        if again is None or not isinstance(args.out, DeviceArray) or args.workspace is not None:
+        if again is None or not isinstance(args.out, DeviceArray):
             return None
         return _prepared.repeat(device, stream, prepared, places, args, needed)
 

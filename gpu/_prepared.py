@@ -97,7 +97,8 @@ def repeat(
     """Return what makes a call again with arrays in other places, None if there are none that it may take.
 
     What it returns takes the places of q, k, v, out, lse and the index arrays, 0 for those that are
-    missing, and a stream; it returns False, and has done nothing, where `out` would overlap what is read.
+    missing, a stream, and the place of a workspace as large as that of `args`, 0 to allocate one; it
+    returns False, and has done nothing, where what is written would overlap something else.
     """
     if device.is_capturing(stream):
         return None
@@ -109,17 +110,23 @@ def repeat(
     read = [args.q, args.k, args.v, *index]
     extents = [None if x is None else _extent(x) for x in read]
     out_low, out_high = _extent(args.out)
+    room = 0 if args.workspace is None else args.workspace.nbytes
 
-    def launch(where: tuple[int, ...], stream: int, _kept: object = places) -> bool:
+    def launch(where: tuple[int, ...], stream: int, workspace: int, _kept: object = places) -> bool:
         if of_this_stream not in (None, stream):
             return False
         where = (*where, *_NO_INDEX)[: len(_FIELDS)]
         low, high = where[3] + out_low, where[3] + out_high
+        if workspace and workspace < high and low < workspace + room:
+            return False
         for place, extent in zip((*where[:3], *where[5:]), extents, strict=True):
-            if extent is not None and place + extent[0] < high and low < place + extent[1]:
-                return False
-        memory = device.allocate(workspace_bytes, stream) if workspace_bytes else None
-        workspace = 0 if memory is None else memory.address
+            if extent is not None:
+                first, last = place + extent[0], place + extent[1]
+                if (first < high and low < last) or (first < workspace + room and workspace < last):
+                    return False
+        memory = device.allocate(workspace_bytes, stream) if workspace_bytes and not workspace else None
+        if memory is not None:
+            workspace = memory.address
         for one in prepared:
             one.put(device, stream, workspace, where)
         return True

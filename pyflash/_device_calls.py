@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 from . import _backends, _dtypes, _environment
 from ._call_table import CAPACITY, plain_options
 
-#: Launches with arrays in these places, q, k, v, out, lse and the index arrays (0: none), on a stream.
-#: False: nothing was done, check the arguments.
-Launch = Callable[[tuple[int, ...], int], bool]
+#: Launches with arrays in these places, q, k, v, out, lse and the index arrays (0: none), on a stream, with
+#: the workspace in this place (0: none was given). False: nothing was done, check the arguments.
+Launch = Callable[[tuple[int, ...], int, int], bool]
 
 
 class Library(NamedTuple):
@@ -134,6 +134,9 @@ def attempt(
     library = _library_of(arrays[0])
     if library is None or not all(type(name) is str for name in layouts):
         return None, None
+    workspace = options.get("workspace")
+    if workspace is not None:
+        options = {name: value for name, value in options.items() if name != "workspace"}
     if not isinstance(backend, (str, type(None))) or (
         options and (given := plain_options(options, _LOOKED_INTO)) is None
     ):
@@ -142,7 +145,7 @@ def attempt(
     key: list[Any] = [kind, own, layouts, backend, _backend_in_context(), _variables()]
     key.append(given if options else None)
     places = []
-    for x in (*arrays, *index):
+    for x in (*arrays, workspace, *index):
         if x is None:
             key.append(None)
             places.append(0)
@@ -165,8 +168,8 @@ def attempt(
             return whole, None
     if known.lse_shape is not None:
         lse = library.new(known.lse_shape, known.lse_dtype, device)
-    places.insert(4, 0 if lse is None else place(lse))
-    if not known.launch(tuple(places), library.stream(device)):
+    room, places[4] = places[4], 0 if lse is None else place(lse)
+    if not known.launch(tuple(places), library.stream(device), room):
         return whole, None
     return whole, out if lse is None else (out, lse)
 

@@ -1,0 +1,116 @@
+"""Calls with arrays of a GPU library that come again: launches that were prepared, with other places."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import CUDA_IS_EMULATED
+
+import pyflash
+from pyflash import _args, _device_calls
+
+pytestmark = pytest.mark.skipif(not CUDA_IS_EMULATED, reason="arrays of the emulator are asked for places")
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The library of arrays of the emulator; what it says of an array is asked the short way too."""
+    from emulated_arrays import EmulatedArray, EmulatedKind
+
+    kind = EmulatedKind()
+    library = _device_calls.Library(
+        layout=lambda x: (x.shape, x.memory.strides, x.dtype),
+        place=lambda x: x.memory.ctypes.data,
+        device=lambda x: x.device,
+        stream=kind.stream,
+        new=lambda shape, dtype, device: kind.new(shape, np.dtype(dtype), device),
+    )
+    monkeypatch.setitem(_device_calls._libraries, EmulatedArray, library)
+    _device_calls.clear()
+    yield kind
+    _device_calls.clear()
+
+
+@pytest.fixture
+def checked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Calls that were checked from the start."""
+    found: list[str] = []
+    check = _args.dense
+
+    def counted(*arrays: Any, **options: Any) -> Any:
+        if options["backend"] == "cuda":
+            found.append("cuda")
+        return check(*arrays, **options)
+
+    monkeypatch.setattr(_args, "dense", counted)
+    return found
+
+
+def there(cuda: Any, x: np.ndarray) -> Any:
+    array = cuda.new(x.shape, x.dtype, 0)
+    array.memory[...] = x
+    return array
+
+
+def arrays(cuda: Any, seed: int, seqlen_q: int = 1, seqlen_kv: int = 700) -> tuple[list[Any], np.ndarray]:
+    """Return q, k and v on the device, and the answer."""
+    rng = np.random.default_rng(seed)
+    shapes = (1, seqlen_q, 4, 64), (1, seqlen_kv, 2, 64), (1, seqlen_kv, 2, 64)
+    q, k, v = (rng.standard_normal(shape).astype(np.float32) for shape in shapes)
+    return [there(cuda, x) for x in (q, k, v)], pyflash.flash_attention(q, k, v, backend="c")
+
+
+def assert_right(out: Any, expected: np.ndarray) -> None:
+    np.testing.assert_allclose(out.get(), expected, atol=1e-5)
+
+
+def test_other_arrays_of_the_same_layout(cuda, checked):
+    for seed in range(5):
+        given, expected = arrays(cuda, seed)
+        assert_right(pyflash.flash_attention(*given, backend="cuda"), expected)
+    assert len(checked) == 2  # it is remembered once it comes again
+
+
+def test_with_a_workspace(cuda, checked):
+    given, expected = arrays(cuda, 0)
+    needed = pyflash.explain(*given, backend="cuda", num_splits=3).workspace_bytes
+    assert needed
+    checked.clear()
+    for seed in range(5):
+        given, expected = arrays(cuda, seed)
+        room = there(cuda, np.full(needed, 255, np.uint8))
+        out = there(cuda, np.full(expected.shape, np.nan, np.float32))
+        options = dict(backend="cuda", num_splits=3, workspace=room, out=out)
+        assert pyflash.flash_attention(*given, **options) is out
+        assert_right(out, expected)
+        assert not np.array_equal(room.get(), np.full(needed, 255)), "the workspace was not used"
+    assert len(checked) == 2
+    room = there(cuda, np.zeros(needed - 1, np.uint8))
+    with pytest.raises(
+        pyflash.InvalidArgument, match=f"workspace: found {needed - 1} bytes, expected at least"
+    ):
+        pyflash.flash_attention(*given, backend="cuda", num_splits=3, workspace=room, out=out)
+
+
+@pytest.mark.parametrize("other", ["out", "k"])
+def test_a_workspace_that_overlaps_is_refused_again(cuda, checked, other):
+    given, expected = arrays(cuda, 0)
+    needed = pyflash.explain(*given, backend="cuda", num_splits=3).workspace_bytes
+    out = there(cuda, np.zeros(expected.shape, np.float32))
+    for _ in range(3):
+        room = there(cuda, np.zeros(needed, np.uint8))
+        pyflash.flash_attention(*given, backend="cuda", num_splits=3, workspace=room, out=out)
+    # The same layouts, so that the call is known; but the workspace begins where another array lies.
+    both = cuda.new((max(needed, given[1].memory.nbytes),), np.dtype(np.uint8), 0)
+    both.memory[...] = 0
+    room = both[:needed]
+    if other == "out":
+        out = type(out)(both.memory[: out.memory.nbytes].view(np.float32).reshape(out.shape), 0)
+    else:
+        given[1] = type(out)(
+            both.memory[: given[1].memory.nbytes].view(np.float32).reshape(given[1].shape), 0
+        )
+    with pytest.raises(pyflash.InvalidArgument, match="workspace"):
+        pyflash.flash_attention(*given, backend="cuda", num_splits=3, workspace=room, out=out)
