@@ -1,6 +1,6 @@
 """The examples run as a user runs them, from another folder, and give the right answers.
 
-`make examples` installs what they need and runs these tests; without PYFLASH_TEST_EXAMPLES=1 they are skipped.
+`make examples` installs what they need and runs these tests; otherwise they are skipped.
 """
 
 from __future__ import annotations

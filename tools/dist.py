@@ -3,7 +3,7 @@
 The wheel is built from the sdist, in a folder without git; auditwheel copies libgomp into it and says which
 systems it runs on (docs/packaging.md says why). Neither depends on when or where it is built: all times are
 those of the last commit, or SOURCE_DATE_EPOCH. With ``--compare FOLDER`` what is built is compared, byte by
-byte, with what an earlier run left there.
+byte, with what an earlier run left there; ``--repair WHEEL`` only repairs and checks a wheel.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def module(name: str, *arguments: str | Path, cwd: Path = ROOT) -> None:
 
 
 def epoch() -> int:
-    """Return the time that everything is given, in seconds: that of the last commit, or of an sdist's files."""
+    """Return the time that everything is given, in seconds: of the last commit, or of an sdist's files."""
     given = os.environ.get("SOURCE_DATE_EPOCH")
     if given:
         return int(given)
@@ -80,13 +80,17 @@ def make_wheel(sdist: Path, folder: Path) -> Path:
     return wheel
 
 
-def repair(wheel: Path, target: Path, *options: str) -> Path:
-    """Let auditwheel add libgomp and the tag, and add the license of libgomp; other systems' wheels stay."""
+def repair(wheel: Path, target: Path) -> Path:
+    """Let auditwheel add libgomp and the tag, and add the license of libgomp.
+
+    Libraries of another architecture are found in AUDITWHEEL_LD_LIBRARY_PATH. Wheels of other systems stay as
+    they are: a build that is serial, as there, needs nothing.
+    """
     if "-linux_" not in wheel.name:
         return Path(shutil.copy(wheel, target))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        module("auditwheel", "repair", *options, "--wheel-dir", folder / "repaired", wheel)
+        module("auditwheel", "repair", "--wheel-dir", folder / "repaired", wheel)
         (repaired,) = (folder / "repaired").glob("*.whl")
         module("wheel", "unpack", "--dest", folder / "unpacked", repaired)
         (unpacked,) = (folder / "unpacked").iterdir()
@@ -116,11 +120,12 @@ def add_licenses(unpacked: Path) -> None:
     metadata.write_text(text, encoding="utf-8")
 
 
-def check(sdist: Path, wheel: Path) -> None:
+def check(*built: Path) -> None:
     """Refuse what an index would refuse or show badly, and an extension beyond the limited API."""
-    module("twine", "check", "--strict", sdist, wheel)
-    if "-abi3-" in wheel.name:
-        module("abi3audit", "--strict", wheel)
+    module("twine", "check", "--strict", *built)
+    for path in built:
+        if "-abi3-" in path.name:
+            module("abi3audit", "--strict", path)
 
 
 def compare(first: Path, second: Path) -> None:
@@ -143,17 +148,23 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Build and check the sdist and the wheel of a release.")
     parser.add_argument("--outdir", type=Path, default=ROOT / "dist", help="where they go (dist)")
     parser.add_argument("--compare", type=Path, metavar="FOLDER", help="fail if those in FOLDER differ")
+    parser.add_argument(
+        "--repair", type=Path, metavar="WHEEL", help="only this wheel, which was built elsewhere"
+    )
     options = parser.parse_args(arguments)
     time = epoch()
     os.environ["SOURCE_DATE_EPOCH"] = str(time)
     options.outdir.mkdir(parents=True, exist_ok=True)
     for old in [*options.outdir.glob("*.whl"), *options.outdir.glob("*.tar.gz")]:
         old.unlink()
-    sdist = make_sdist(options.outdir, time)
-    with tempfile.TemporaryDirectory() as folder:
-        wheel = repair(make_wheel(sdist, Path(folder)), options.outdir)
-    check(sdist, wheel)
-    for path in (sdist, wheel):
+    if options.repair:
+        built = [repair(options.repair.resolve(), options.outdir)]
+    else:
+        sdist = make_sdist(options.outdir, time)
+        with tempfile.TemporaryDirectory() as folder:
+            built = [sdist, repair(make_wheel(sdist, Path(folder)), options.outdir)]
+    check(*built)
+    for path in built:
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
         print(f"{path.name}: {path.stat().st_size} bytes, sha256 {digest}")
         if options.compare:
