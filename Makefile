@@ -44,7 +44,7 @@ test: $(VENV)/.extra-test $(VENV)/.model ## run the tests (ARGS="-k name" picks)
 test-long: $(VENV)/.extra-test $(VENV)/.extra-cuda13 $(VENV)/.model ## run the exhaustive tests: sweeps, all CUDA variants
 	$(BIN)/pytest --numprocesses=$(JOBS) -m long $(ARGS)
 	$(MAKE) test-pythons
-	$(if $(shell command -v qemu-aarch64 && command -v aarch64-linux-gnu-gcc),$(MAKE) test-neon ARGS="-k neon tests", \
+	$(if $(shell command -v qemu-aarch64 && command -v aarch64-linux-gnu-gcc),$(MAKE) test-neon ARGS=--wide, \
 		@echo "not tested: aarch64, for want of qemu-aarch64 and aarch64-linux-gnu-gcc")
 
 bench: $(VENV)/.extra-dev ## time every workload beside the peers (ARGS="-k prefill --isa avx2")
