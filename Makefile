@@ -16,8 +16,8 @@ C_FILES := $(shell find c_src -name '*.[ch]' -o -name '*.def')
 C_FORMATTED := $(filter %.c %.h,$(C_FILES)) $(wildcard gpu/kernels/*.cu gpu/kernels/*.cuh tests/emulator/*.h tests/emulator/*.cpp)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo generate examples test test-long test-dist check-dist test-pythons test-cuda test-browser simulate test-neon \
-	test-amx build lint format typecheck bench bench-peers bench-report dist wheel sdist \
+.PHONY: help demo generate simulate examples test-examples test test-long test-dist check-dist test-pythons test-cuda \
+	test-browser test-neon test-amx build lint format typecheck bench bench-peers bench-report dist wheel sdist \
 	asan ubsan tsan valgrind clean distclean
 
 help: ## list these targets
@@ -34,8 +34,11 @@ generate: $(VENV)/.extra-generate $(VENV)/.model ## let a language model answer 
 simulate: $(VENV)/.installed ## show FlashAttention step by step, in the browser
 	$(BIN)/pyflash simulate $(ARGS)
 
-examples: $(VENV)/.extra-examples $(VENV)/.extra-test $(VENV)/.model $(VENV)/.encoder ## run and test the examples
+examples: $(VENV)/.extra-examples $(VENV)/.model $(VENV)/.encoder ## run the examples, and test what they compute
 	@for example in examples/*.py; do echo "# $$example"; $(BIN)/python $$example || exit 1; done
+	$(MAKE) test-examples
+
+test-examples: $(VENV)/.extra-examples $(VENV)/.extra-test $(VENV)/.model $(VENV)/.encoder
 	PYFLASH_TEST_EXAMPLES=1 $(BIN)/pytest tests/test_examples.py $(ARGS)
 
 test: $(VENV)/.extra-test $(VENV)/.model ## run the tests (ARGS="-k name" picks)

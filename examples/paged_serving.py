@@ -72,7 +72,7 @@ class Server:
         with self.cache.reserve(seqs, list(map(len, new))) as step:
             logits = self.model.forward(np.concatenate(new), step)  # of the last token of each
         for request, row in zip(self.running, logits, strict=True):
-            request.answer.append(int(np.argmax(row)))
+            request.answer.append(choose(row))
         finished = [request for request in self.running if self._is_finished(request)]
         self.running = [request for request in self.running if request not in finished]
         self.kept.extend(finished)
@@ -112,6 +112,11 @@ class Server:
 
     def _is_finished(self, request: Request) -> bool:
         return request.answer[-1] in self.stop_tokens or len(request.answer) == request.max_tokens
+
+
+def choose(logits: np.ndarray) -> int:
+    """Return the likeliest token."""
+    return int(np.argmax(logits))
 
 
 def _common_length(a: list[int], b: list[int]) -> int:
@@ -154,8 +159,9 @@ def main(max_tokens: int = 16) -> None:
 
     for request, prompt in zip(answered, PROMPTS, strict=True):
         alone = Generator(model, tokenizer).generate(prompt, max_tokens=max_tokens)
-        same = "the same tokens alone" if alone.tokens == request.answer else "OTHER TOKENS ALONE"
-        print(f"{request.name}: {alone.text!r}, {same}")
+        if alone.tokens != request.answer:
+            raise SystemExit(f"request {request.name}: {request.answer} in a batch, {alone.tokens} alone")
+        print(f"{request.name}: {alone.text!r}, the same tokens alone")
 
 
 if __name__ == "__main__":

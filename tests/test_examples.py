@@ -86,27 +86,32 @@ def generator():
     return Generator.load()
 
 
-def test_paged_serving(generator):
+def test_paged_serving(generator, monkeypatch, capsys):
     """Requests join and leave in the middle of others, and nobody's tokens depend on the others."""
-    from pyflash.generate import Generator
-
     example = load("paged_serving.py")
-    model, tokenizer = generator.model, generator.tokenizer
-    answered = list(example.requests(tokenizer, MAX_TOKENS))
-    server = example.Server(model, tokenizer, num_pages=14, page_size=16, max_batch=3)
-    log = example.serve(server, list(answered), every=3)
+    monkeypatch.setattr(example.Generator, "load", lambda: generator)
+    example.main(MAX_TOKENS)  # which compares with each prompt alone, and exits with an error if any differs
+    printed = capsys.readouterr().out
 
-    batches = re.findall(r"batch (\w+)", "\n".join(log))
-    assert any(len(batch) == 3 for batch in batches) and batches[0] == "A" and batches[-1] != batches[0]
-    assert answered[0].num_reused == 0
-    assert all(request.num_reused >= 24 for request in answered[1:])  # the head of the template, at least
-    for request, prompt in zip(answered, example.PROMPTS, strict=True):
-        alone = Generator(model, tokenizer).generate(prompt, max_tokens=MAX_TOKENS)
-        assert alone.prompt_tokens == request.prompt
-        assert alone.tokens == request.answer
-    answers = [tokenizer.decode(request.answer) for request in answered]
-    assert answers[0] == "The capital of France is Paris."
-    assert answers[2] == "The capital of Japan is Tokyo."
+    batches = re.findall(r"batch (\w+)", printed)
+    assert batches[0] == "A" and any(len(batch) == 3 for batch in batches)
+    assert re.search(r"batch \w\w+ +[^\n]*leaves", printed), "nobody left while others stayed"
+    assert "A joins, 0 of" in printed
+    reused = [int(count) for count in re.findall(r"[B-Z] joins, (\d+) of", printed)]
+    assert len(reused) == len(example.PROMPTS) - 1 and min(reused) >= 24  # the head of the template, at least
+    assert printed.count("the same tokens alone") == len(example.PROMPTS)
+    assert "A: 'The capital of France is Paris.'" in printed
+    assert "C: 'The capital of Japan is Tokyo.'" in printed
+
+
+def test_paged_serving_fails_where_tokens_differ(generator, monkeypatch):
+    """A server that takes the wrong token is found out."""
+    example = load("paged_serving.py")
+    monkeypatch.setattr(example.Generator, "load", lambda: generator)
+    monkeypatch.setattr(example, "PROMPTS", example.PROMPTS[:1])
+    monkeypatch.setattr(example, "choose", lambda logits: int(np.argsort(logits)[-2]))
+    with pytest.raises(SystemExit, match="request A"):
+        example.main(1)
 
 
 def test_paged_serving_gives_up_kept_sequences_for_room(generator):
