@@ -23,8 +23,9 @@ if not os.environ.get("PYFLASH_TEST_DIST"):
 
 ROOT = Path(__file__).resolve().parents[1]
 DIST = Path(os.environ["PYFLASH_TEST_DIST"]).resolve()
-(WHEEL,) = DIST.glob("*.whl")
-(SDIST,) = DIST.glob("*.tar.gz")
+WHEEL, SDIST = (next(DIST.glob(pattern), DIST / "missing") for pattern in ("*.whl", "*.tar.gz"))
+if not (WHEEL.exists() and SDIST.exists()):
+    raise pytest.UsageError(f"{DIST} holds no wheel and sdist: `make test-dist` builds and tests them")
 PYTHONS = os.environ.get("PYFLASH_TEST_PYTHONS", sys.executable).split()
 MAX_WHEEL_BYTES = 5_000_000
 
