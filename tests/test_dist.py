@@ -233,7 +233,7 @@ def test_every_public_type_is_complete(installed, tmp_path):
 
 
 #: Files of tests that need nothing but the wheel: what C computes, threads and forks, memory, the build.
-SUITE = ("concurrency", "memory", "paged", "cache", "packaging")
+SUITE = ("concurrency", "memory", "cache", "packaging")
 
 
 def test_the_suite_of_the_sdist_on_the_wheel(installed, unpacked, tmp_path):
