@@ -20,7 +20,19 @@ from pyflash import _c
 
 ROOT = Path(__file__).resolve().parents[1]
 DISTRIBUTION = "pyflash-attention"
-EXTRAS = {"cuda12", "cuda13", "torch", "demo", "generate", "examples", "bench", "browser", "test", "release", "dev"}
+EXTRAS = {
+    "cuda12",
+    "cuda13",
+    "torch",
+    "demo",
+    "generate",
+    "examples",
+    "bench",
+    "browser",
+    "test",
+    "release",
+    "dev",
+}
 
 
 @pytest.fixture(scope="module")
