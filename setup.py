@@ -1,7 +1,10 @@
 """Builds the C backend: one static library per instruction set, one cffi extension linked with them.
 
 Everything that is not about compiling stands in ``pyproject.toml``. The flags of an instruction
-set stand in ``c_src/isa.def`` and nowhere else; this file reads them there.
+set stand in ``c_src/isa.def`` and nowhere else; this file reads them there. All flags are written as
+GCC and Clang take them; `spelled` says them to clang-cl.
+
+Linux on x86-64 and aarch64 is tested. macOS and Windows are written for and untested.
 """
 
 from __future__ import annotations
@@ -9,10 +12,12 @@ from __future__ import annotations
 import functools
 import os
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
 import tempfile
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -58,8 +63,14 @@ OVERRULED = re.compile(
 OPENMP_SPELLINGS = [(["-fopenmp"], ["-fopenmp"]), (["-Xpreprocessor", "-fopenmp"], ["-lomp"])]
 OPENMP_PROBE = "#include <omp.h>\nint pyflash_probe(void) { return omp_get_max_threads(); }\n"
 
-#: Free-threaded Python has no limited API: it gets a wheel of its own, everybody else shares one.
-LIMITED_API = not sysconfig.get_config_var("Py_GIL_DISABLED")
+#: What clang-cl refuses or what means nothing there.
+NOT_ON_WINDOWS = {"-fPIC", "-fvisibility=hidden", "-fno-lto", "-g0", "-pthread", "-lm"}
+
+CLANG_CL_NEEDED = (
+    "pyflash: {}: the C sources use vector types, built-in functions and inline assembly of GCC and Clang. "
+    "On Windows they need clang-cl: install LLVM, or 'C++ Clang Compiler for Windows' with Visual Studio's "
+    "installer, and put clang-cl on PATH or name it in CC"
+)
 
 
 class Isa(NamedTuple):
@@ -111,13 +122,62 @@ def report(line: str) -> None:
     print(f"pyflash: {line}")
 
 
+def limited_api(gil_disabled: object) -> bool:
+    """Return whether the extension uses the limited API, so that one wheel serves many versions of Python.
+
+    Free-threaded Python (``Py_GIL_DISABLED`` among its configuration variables) has none: it gets a wheel of
+    its own. Other builds of Python say 0, or have no such variable.
+    """
+    return not gil_disabled
+
+
+def spelled(flags: list[str], compiler_type: str) -> list[str]:
+    """Return flags as the driver of a setuptools compiler type takes them: "unix", or "msvc" for clang-cl."""
+    if compiler_type != "msvc":
+        return list(flags)
+    return [f"/clang:{flag}" for flag in flags if flag not in NOT_ON_WINDOWS]
+
+
+def link_flags(platform: str) -> list[str]:
+    """Return how the extension is linked on ``sys.platform``, OpenMP aside."""
+    if platform == "win32":
+        return []
+    # Helper threads sleep in this library: it must not be unloaded under them.
+    stay = ["-Wl,-z,nodelete"] if platform == "linux" else []
+    return ["-pthread", *stay, "-lm"]
+
+
+def clang_cl(environment: Mapping[str, str], which=shutil.which) -> str:
+    """Find clang-cl: the program that CC names, on PATH, or in the Visual Studio of this command prompt."""
+    named = environment.get("CC")
+    if named:
+        if "clang-cl" not in Path(named.replace("\\", "/")).name.lower():
+            raise SystemExit(CLANG_CL_NEEDED.format(f"CC={named} is not clang-cl"))
+        candidates = [named]
+    else:
+        candidates = ["clang-cl"]
+        if "VCINSTALLDIR" in environment:
+            folder = environment["VCINSTALLDIR"].rstrip("\\/")
+            candidates.append(f"{folder}\\Tools\\Llvm\\x64\\bin\\clang-cl.exe")
+    found = next(filter(None, map(which, candidates)), None)
+    if found is None:
+        missing = f"CC={named} does not exist" if named else "Microsoft's compiler cannot be used"
+        raise SystemExit(CLANG_CL_NEEDED.format(missing))
+    return found
+
+
 def prepare(compiler) -> str:
     """Make a compiler obey the rules above and return the architecture it compiles for."""
     if compiler.compiler_type == "msvc":
-        raise SystemExit(
-            "pyflash: the C sources need GCC or Clang, Microsoft's compiler is not supported; "
-            "on Windows install pyflash inside WSL"
-        )
+        if not compiler.initialized:
+            compiler.initialize()
+        compiler.cc = clang_cl(os.environ)
+        # /GL is Microsoft's link-time optimisation.
+        compiler.compile_options = [option for option in compiler.compile_options if option != "/GL"]
+        return {"win-amd64": "x86_64", "win-arm64": "aarch64"}.get(sysconfig.get_platform(), "other")
+    if compiler.compiler_type != "unix":
+        # On 64-bit Windows GCC leaves vectors on the stack misaligned (its bug 54412): AVX code crashes.
+        raise SystemExit(CLANG_CL_NEEDED.format(f"compiler {compiler.compiler_type} cannot be used"))
     for tool in ("compiler_so", "linker_so"):
         setattr(compiler, tool, overrule(getattr(compiler, tool)))
     return architecture(compiler.compiler_so)
@@ -139,6 +199,9 @@ def openmp_flags(compiler) -> tuple[list[str], list[str]]:
     """Return what switches OpenMP on, (compile, link), after trying it; nothing for a serial build."""
     if os.environ.get("PYFLASH_NO_OPENMP", "0") not in ("", "0"):
         report("PYFLASH_NO_OPENMP is set: serial build, every call will use one core")
+        return [], []
+    if compiler.compiler_type == "msvc":
+        report("Windows has no POSIX threads: serial build, every call will use one core")
         return [], []
     with tempfile.TemporaryDirectory() as folder:
         probe = Path(folder, "probe.c")
@@ -163,10 +226,11 @@ class BuildIsaLibraries(build_clib):
         self.libraries = [row for row in libraries if row[1]["architecture"] in ("any", target)]
         stale_with = [
             *dependencies("kernels", "simd", "shared", suffixes=(".h", ".def")),
-            record(Path(self.build_temp, "isa_settings.txt"), self.compiler.compiler_so),
+            record(Path(self.build_temp, "isa_settings.txt"), commands_of(self.compiler)),
         ]
         for _, info in self.libraries:
-            info["cflags"] = [*COMMON_FLAGS, *BASELINE_FLAGS.get(target, []), *info["isa_flags"]]
+            flags = [*COMMON_FLAGS, *BASELINE_FLAGS.get(target, []), *info["isa_flags"]]
+            info["cflags"] = spelled(flags, self.compiler.compiler_type)
             info["obj_deps"] = {"": stale_with}
         build_one = super().build_libraries
         # One large translation unit per library: building them side by side is what makes a build short.
@@ -189,21 +253,22 @@ class BuildExtension(build_ext):
         target = prepare(self.compiler)
         openmp_compile, openmp_link = openmp_flags(self.compiler)
         extension = self.extensions[0]
-        extension.extra_compile_args = [
-            *COMMON_FLAGS,
-            *BASELINE_FLAGS.get(target, []),
-            *openmp_compile,
-            "-pthread",
-        ]
-        # Helper threads sleep in this library: it must not be unloaded under them.
-        stay = ["-Wl,-z,nodelete"] if sys.platform == "linux" else []
-        extension.extra_link_args = [*openmp_link, "-pthread", *stay, "-lm"]
-        commands = [*self.compiler.compiler_so, *self.compiler.linker_so, *openmp_compile, *openmp_link]
+        flags = [*COMMON_FLAGS, *BASELINE_FLAGS.get(target, []), *openmp_compile, "-pthread"]
+        extension.extra_compile_args = spelled(flags, self.compiler.compiler_type)
+        extension.extra_link_args = [*openmp_link, *link_flags(sys.platform)]
+        commands = [*commands_of(self.compiler), *openmp_compile, *openmp_link]
         extension.depends = [
             *dependencies(".", suffixes=(".c", ".h", ".def")),  # the kernels too: they are linked in
             record(Path(self.build_temp, "settings.txt"), commands),
         ]
         super().build_extensions()
+
+
+def commands_of(compiler) -> list[str]:
+    """Return the programs and flags of a compiler, which objects depend on."""
+    if compiler.compiler_type == "msvc":
+        return [compiler.cc, *compiler.compile_options]
+    return [*compiler.compiler_so, *compiler.linker_so]
 
 
 def record(path: Path, commands: list[str]) -> str:
@@ -239,6 +304,7 @@ if __name__ == "__main__":
     if sys.platform == "darwin":
         # A universal Python asks for two architectures in one compiler call; an ISA belongs to one.
         os.environ.setdefault("ARCHFLAGS", f"-arch {os.uname().machine}")
+    shared = limited_api(sysconfig.get_config_var("Py_GIL_DISABLED"))
     setup(
         packages=[*find_packages(include=["pyflash", "pyflash.*"]), "pyflash.gpu", "pyflash.gpu.shared"],
         libraries=[isa_library(isa) for isa in read_isas(ISA_TABLE)],
@@ -247,10 +313,10 @@ if __name__ == "__main__":
                 EXTENSION,
                 sources=sources("abi", "driver", "dispatch"),
                 include_dirs=[str(C_SRC)],
-                define_macros=[] if LIMITED_API else [("_CFFI_NO_LIMITED_API", None)],
-                py_limited_api=LIMITED_API,
+                define_macros=[] if shared else [("_CFFI_NO_LIMITED_API", None)],
+                py_limited_api=shared,
             )
         ],
         cmdclass={"build_clib": BuildIsaLibraries, "build_ext": BuildExtension},
-        options={"bdist_wheel": {"py_limited_api": "cp310"}} if LIMITED_API else {},
+        options={"bdist_wheel": {"py_limited_api": "cp310"}} if shared else {},
     )

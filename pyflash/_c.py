@@ -33,7 +33,7 @@ from ._errors import PyflashError, UnsupportedError, invalid
 try:
     from ._pyflash_c import ffi, lib
 except ImportError as error:  # the reason is shown by available_backends()
-    ffi = lib = None
+    ffi = lib = None  # type: ignore[assignment]  # nothing uses them then
     _import_error: str | None = (
         f"the compiled extension cannot be loaded ({error}); reinstall pyflash-attention, or, "
         f"if {Path(__file__).parent} is a folder of sources, run Python from another folder"

@@ -120,9 +120,9 @@ class PagedKVCache:
         cache_layout: str = "nhd",
         backend: str | None = None,
     ) -> None:
-        self.num_pages = _checks.integer("num_pages", num_pages, 1)
-        self.page_size = _checks.integer("page_size", page_size, 1)
-        self.num_layers = _checks.integer("num_layers", num_layers, 1)
+        self.num_pages: int = _checks.integer("num_pages", num_pages, 1)
+        self.page_size: int = _checks.integer("page_size", page_size, 1)
+        self.num_layers: int = _checks.integer("num_layers", num_layers, 1)
         self.cache_layout: str = _checks.choice("cache_layout", cache_layout, ("nhd", "hnd"))
         if backend is not None or _backends.chosen_name(None) == "cuda":
             backend = _backends.resolve(backend).name  # pools on a GPU stay with their backend
@@ -134,7 +134,7 @@ class PagedKVCache:
         num_kv_heads = _checks.integer("num_kv_heads", num_kv_heads, 1)
         stored, self._dtype_name = _stored_as(dtype)
         short_names = {full: name for name, full in _dtypes.OF_BYTES.items()}
-        self.kv_dtype = short_names.get(self._dtype_name)
+        self.kv_dtype: str | None = short_names.get(self._dtype_name)
         per_item = _dtypes.BY_NAME[self._dtype_name].per_item
         widths = []
         if head_dim_v is None:
@@ -144,6 +144,8 @@ class PagedKVCache:
             if rest:
                 raise invalid(name, width, f"a multiple of {per_item} for {self._dtype_name}")
             widths.append(whole)
+        self.k_cache: Any
+        self.v_cache: Any
         self.k_cache, self.v_cache = (self._pool(num_kv_heads, width, stored) for width in widths)
         self.k_scale: Any = None
         self.v_scale: Any = None

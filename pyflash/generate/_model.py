@@ -71,7 +71,7 @@ class Model:
             raise invalid("dtype", repr(dtype), "'float32' or 'float64'")
         self.config = config
         self.weights = weights
-        self.dtype = np.dtype(dtype)
+        self.dtype: np.dtype[Any] = np.dtype(dtype)
         self._attention = attention
         self._options = options
 

@@ -41,7 +41,7 @@ class Tokenizer:
         )
         self._template = _compile_template(vocabulary.chat_template)
         #: Tokens that end an answer: the end of a message, and the end of the text.
-        self.stop_tokens = frozenset(
+        self.stop_tokens: frozenset[int] = frozenset(
             {vocabulary.eos_token, numbers.get("<|endoftext|>", vocabulary.eos_token)}
         )
 
