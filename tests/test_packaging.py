@@ -17,7 +17,7 @@ from pyflash import _c
 
 ROOT = Path(__file__).resolve().parents[1]
 DISTRIBUTION = "pyflash-attention"
-EXTRAS = {"cuda12", "cuda13", "torch", "demo", "generate", "bench", "browser", "test", "dev"}
+EXTRAS = {"cuda12", "cuda13", "torch", "demo", "generate", "docs", "bench", "browser", "test", "dev"}
 
 
 @pytest.fixture(scope="module")
