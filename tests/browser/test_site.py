@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+
 from browser.chromium import Browser, require
 
 SITE = Path(__file__).resolve().parents[2] / "build" / "site"
