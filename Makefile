@@ -17,7 +17,7 @@ C_FORMATTED := $(filter %.c %.h,$(C_FILES)) $(wildcard gpu/kernels/*.cu gpu/kern
 
 .DEFAULT_GOAL := help
 .PHONY: help demo generate simulate examples test-examples test test-long test-dist check-dist test-pythons test-cuda \
-	test-browser test-neon test-amx build lint format typecheck bench bench-peers bench-report dist wheel sdist \
+	test-browser test-neon test-amx build lint format typecheck bench bench-peers bench-report docs dist wheel sdist \
 	asan ubsan tsan valgrind clean distclean
 
 help: ## list these targets
@@ -59,6 +59,9 @@ bench-peers: $(VENV)/.extra-bench ## install what is compared, each into build/p
 
 bench-report: $(VENV)/.extra-bench ## write the tables and plots from benchmarks/results (ARGS=--check)
 	$(BIN)/python benchmarks/report.py $(ARGS)
+
+docs: $(VENV)/.extra-docs ## build the documentation in build/site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet $(ARGS)
 
 # --- checks ---
 

@@ -30,44 +30,100 @@ from ._state import (
 
 
 class Step(NamedTuple):
-    """One tile of keys folded into the state of its split. Arrays have one entry per query row."""
+    """One tile of keys folded into the state of its split. Arrays have one entry per query row.
+
+    Attributes
+    ----------
+    split, tile : int
+        Which split, and which tile of it.
+    key_lo, key_hi : int
+        The keys of the tile, ``key_lo <= j < key_hi``.
+    pages : tuple of int
+        Physical pages that were read, in order; empty without a block table.
+    scores : (seqlen_q, key_hi - key_lo) ndarray
+        -inf where the row may not see the key.
+    m_before, m_after : (seqlen_q,) ndarray
+        Largest score before and after the tile.
+    alpha : (seqlen_q,) ndarray
+        Factor that brings l and o from m_before to m_after.
+    l : (seqlen_q,) ndarray
+        Sum of weights after the tile.
+    o : (seqlen_q, head_dim_v) ndarray
+        Weighted values after the tile.
+    out : (seqlen_q, head_dim_v) ndarray
+        What the split would give out if it ended here.
+    error : float
+        Largest ``|out - exact|``; NaN if out holds one.
+    rescaled : int
+        Rows whose earlier sums were multiplied by an alpha other than 1.
+    """
 
     split: int
-    tile: int  # counted within the split
+    tile: int
     key_lo: int
     key_hi: int
-    pages: tuple[int, ...]  # physical pages that were read, in order; empty without a block table
-    scores: Array  # (seqlen_q, key_hi - key_lo); -inf where the row may not see the key
-    m_before: Array  # (seqlen_q,)
-    m_after: Array  # (seqlen_q,)
-    alpha: Array  # (seqlen_q,) factor that brings l and o from m_before to m_after
-    l: Array  # (seqlen_q,) after the tile
-    o: Array  # (seqlen_q, head_dim_v) after the tile
-    out: Array  # (seqlen_q, head_dim_v) what the split would give out if it ended here
-    error: float  # largest |out - exact|; NaN if out holds one
-    rescaled: int  # rows whose earlier sums were multiplied by an alpha other than 1
+    pages: tuple[int, ...]
+    scores: Array
+    m_before: Array
+    m_after: Array
+    alpha: Array
+    l: Array
+    o: Array
+    out: Array
+    error: float
+    rescaled: int
 
 
 class Combination(NamedTuple):
-    """The states of two neighbouring runs of splits merged into one."""
+    """The states of two neighbouring runs of splits merged into one.
 
-    left: tuple[int, int]  # splits [lo, hi)
-    right: tuple[int, int]  # splits [hi of left, ...)
-    m: Array  # (seqlen_q,)
-    l: Array  # (seqlen_q,)
-    o: Array  # (seqlen_q, head_dim_v)
-    out: Array  # (seqlen_q, head_dim_v)
-    error: float  # largest |out - exact|
+    Attributes
+    ----------
+    left, right : (int, int)
+        The splits ``[lo, hi)`` on both sides; hi of left is lo of right.
+    m, l : (seqlen_q,) ndarray
+        The merged state.
+    o : (seqlen_q, head_dim_v) ndarray
+        Its weighted values.
+    out : (seqlen_q, head_dim_v) ndarray
+        What it would give out.
+    error : float
+        Largest ``|out - exact|``.
+    """
+
+    left: tuple[int, int]
+    right: tuple[int, int]
+    m: Array
+    l: Array
+    o: Array
+    out: Array
+    error: float
 
 
 class Trace(NamedTuple):
-    """All steps of one head's attention, and what came out."""
+    """All steps of one head's attention, and what came out.
 
-    out: Array  # (seqlen_q, head_dim_v) float64
-    lse: Array  # (seqlen_q,)
-    exact: Array  # (seqlen_q, head_dim_v) textbook attention in float64
-    exact_lse: Array  # (seqlen_q,)
-    error: float  # largest |out - exact|
+    Attributes
+    ----------
+    out : (seqlen_q, head_dim_v) float64 ndarray
+        The result.
+    lse : (seqlen_q,) float64 ndarray
+        Its log-sum-exp.
+    exact, exact_lse : float64 ndarray
+        Textbook attention, shaped alike.
+    error : float
+        Largest ``|out - exact|``.
+    steps : tuple of Step
+        Every tile of every split.
+    combinations : tuple of Combination
+        Every merge.
+    """
+
+    out: Array
+    lse: Array
+    exact: Array
+    exact_lse: Array
+    error: float
     steps: tuple[Step, ...]
     combinations: tuple[Combination, ...]
 

@@ -27,6 +27,7 @@ EXTRAS = {
     "demo",
     "generate",
     "examples",
+    "docs",
     "bench",
     "browser",
     "test",

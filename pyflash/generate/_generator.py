@@ -24,15 +24,29 @@ Sampler = Callable[[Array], int]
 
 
 class Generation(NamedTuple):
-    """An answer and what it took."""
+    """An answer and what it took.
+
+    Attributes
+    ----------
+    text : str
+        The answer.
+    prompt_tokens, tokens : list of int
+        Tokens of the prompt; generated ones, the token that ended the answer included.
+    num_reused : int
+        Prompt tokens whose keys were in the cache already.
+    stop : {"end", "length"}
+        Whether the model ended the answer, or there was no room for more.
+    prompt_seconds, generate_seconds : float
+        Time to the first token, and for the others.
+    """
 
     text: str
     prompt_tokens: list[int]
-    tokens: list[int]  # generated, the token that ended the answer included
-    num_reused: int  # prompt tokens whose keys were in the cache already
-    stop: Literal["end", "length"]  # the model ended the answer, or there was no room for more
-    prompt_seconds: float  # to the first token
-    generate_seconds: float  # for the other tokens
+    tokens: list[int]
+    num_reused: int
+    stop: Literal["end", "length"]
+    prompt_seconds: float
+    generate_seconds: float
 
     @property
     def prompt_rate(self) -> float:
