@@ -139,7 +139,7 @@ class CudaBackend:
         places.fetch()
         if again is None or not isinstance(args.out, DeviceArray):
             return None
-        return _prepared.repeat(device, stream, prepared, places, args, needed)
+        return _prepared.repeat(device, stream, prepared, places, args, needed, again.others)
 
     def merge_states(self, args: MergeArgs) -> None:
         """Fill ``args.out`` and ``args.lse``."""

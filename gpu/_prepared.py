@@ -30,15 +30,21 @@ class Prepared(NamedTuple):
     words: Array  # its argument
     uses_workspace: bool
 
-    def put(self, device: _device.Device, stream: int, workspace: int, places: Any = None) -> None:
-        """Put the launch onto a stream, with other places where there are."""
+    def put(self, device: _device.Device, stream: int, workspace: int) -> None:
+        """Put the launch onto a stream."""
         words = self.words
-        if places is not None:
-            words = words.copy()
-            words[_positions()] = places
         if self.uses_workspace:
-            if places is None:
-                words = words.copy()
+            words = words.copy()
+            words[_workspace_position()] = workspace
+        device.launch(self.kernel, self.grid, self.threads, self.shared_bytes, stream, words)
+
+    def put_again(
+        self, device: _device.Device, stream: int, workspace: int, positions: Array, places: tuple[int, ...]
+    ) -> None:
+        """Put it there with other places, at these positions among the words."""
+        words = self.words.copy()
+        words[positions] = places
+        if self.uses_workspace:
             words[_workspace_position()] = workspace
         device.launch(self.kernel, self.grid, self.threads, self.shared_bytes, stream, words)
 
@@ -49,14 +55,6 @@ def _position(field: str) -> int:
 
 
 _cached: dict[str, Any] = {}
-
-
-def _positions() -> Any:
-    """Return where the places stand among the words of a pf_call."""
-    found = _cached.get("places")
-    if found is None:
-        found = _cached["places"] = np.array([_position(name) for name in _FIELDS])
-    return found
 
 
 def _workspace_position() -> int:
@@ -86,6 +84,14 @@ def _extent(array: Array) -> tuple[int, int]:
     return sum(s for s in steps if s < 0), sum(s for s in steps if s > 0) + array.itemsize
 
 
+def _option_arrays(args: AttentionArgs) -> dict[str, Array | None]:
+    """Return the options that are arrays, by their field of pf_call; all but the workspace."""
+    names = ("k_scale", "v_scale", "q_scale", "bias", "mask", "alibi_slopes", "sinks", "tree", "q_offset")
+    found = {name: getattr(args, name) for name in names}
+    found["span_lo"], found["span_hi"] = args.spans or (None, None)
+    return found
+
+
 def repeat(
     device: _device.Device,
     stream: int,
@@ -93,42 +99,55 @@ def repeat(
     places: _places.Places,
     args: AttentionArgs,
     workspace_bytes: int,
+    others: tuple[tuple[str, int], ...],
 ) -> Repeat | None:
     """Return what makes a call again with arrays in other places, None if there are none that it may take.
 
     What it returns takes the places of q, k, v, out, lse and the index arrays, 0 for those that are
-    missing, a stream, and the place of a workspace as large as that of `args`, 0 to allocate one; it
-    returns False, and has done nothing, where what is written would overlap something else.
+    missing, a stream, and the places of the options in `others`; it returns False, and has done nothing,
+    where what is written would overlap something else.
     """
     if device.is_capturing(stream):
         return None
     index = [getattr(args, name) for name in INDEX_NAMES]
     if any(x is not None and not isinstance(x, DeviceArray) for x in index):
         return None  # it is checked and copied by every call
+    options = _option_arrays(args)
+    fields = [field for field, _ in others]
+    for field, place in others:
+        array = args.workspace if field == "partial" else options[field]
+        if not isinstance(array, DeviceArray) or array.address != place:
+            return None  # the checks made another array of it
     # Copies of small arrays of the host stay; on another stream they might not be there yet.
     of_this_stream = stream if places.has_copies else None
-    read = [args.q, args.k, args.v, *index]
-    extents = [None if x is None else _extent(x) for x in read]
-    out_low, out_high = _extent(args.out)
+    at = fields.index("partial") if "partial" in fields else None
     room = 0 if args.workspace is None else args.workspace.nbytes
+    given = [options[field] for field in fields if field != "partial"]
+    positions = np.array([_position(name) for name in (*_FIELDS, *(f for f in fields if f != "partial"))])
+    extents = [None if x is None else _extent(x) for x in (args.q, args.k, args.v, *index, *given)]
+    out_low, out_high = _extent(args.out)
 
-    def launch(where: tuple[int, ...], stream: int, workspace: int, _kept: object = places) -> bool:
+    def launch(where: tuple[int, ...], stream: int, others: tuple[int, ...], _kept: object = places) -> bool:
         if of_this_stream not in (None, stream):
             return False
-        where = (*where, *_NO_INDEX)[: len(_FIELDS)]
+        workspace = 0
+        if at is not None:
+            workspace, others = others[at], (*others[:at], *others[at + 1 :])
+        where = (*where, *_NO_INDEX)[: len(_FIELDS)] + others
         low, high = where[3] + out_low, where[3] + out_high
-        if workspace and workspace < high and low < workspace + room:
+        if workspace < high and low < workspace + room:
             return False
         for place, extent in zip((*where[:3], *where[5:]), extents, strict=True):
             if extent is not None:
                 first, last = place + extent[0], place + extent[1]
                 if (first < high and low < last) or (first < workspace + room and workspace < last):
                     return False
-        memory = device.allocate(workspace_bytes, stream) if workspace_bytes and not workspace else None
-        if memory is not None:
+        memory = None
+        if workspace_bytes and at is None:
+            memory = device.allocate(workspace_bytes, stream)
             workspace = memory.address
         for one in prepared:
-            one.put(device, stream, workspace, where)
+            one.put_again(device, stream, workspace, positions, where)
         return True
 
     return launch

@@ -23,7 +23,7 @@ def _run(
 ) -> Result:
     """Make a checked call, and remember it under its key, if it has one, once it comes again."""
     remembers = key is not None and _call_table.comes_again(key)
-    again = Arrays(*inputs, call.out, index) if remembers else None
+    again = Arrays(*inputs, call.out, index, _device_calls.others(key, options)) if remembers else None
     repeat = backend.attention(call.args, again=again)
     lse = call.lse
     if repeat is not None and _device_calls.is_of_device(key):

@@ -174,6 +174,8 @@ class Arrays(NamedTuple):
     v: Array
     out: Array
     index_arrays: IndexArrays
+    #: On CUDA, of each option that is an array: the field of the kernels' arguments for its place; its place.
+    others: tuple[tuple[str, int], ...] = ()
 
 
 #: Makes a call again with other arrays q, k, v, out, lse and index arrays as callers give them. False:

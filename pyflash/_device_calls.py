@@ -1,8 +1,8 @@
 """What is remembered of calls with arrays on a device, as `_call_table` does for NumPy's.
 
 The arrays stay what the caller gave: of each only its place is asked for. A call is remembered once it
-comes for the second time, if all of its arrays are of one library and all options plain Python values; it
-then goes to what the backend has prepared, launches whose arguments are complete but for places.
+comes for the second time, if all of its arrays are of one library and all other options plain Python
+values; it then goes to what the backend has prepared, launches whose arguments are complete but for places.
 """
 
 from __future__ import annotations
@@ -16,8 +16,20 @@ from . import _backends, _dtypes, _environment
 from ._call_table import CAPACITY, plain_options
 
 #: Launches with arrays in these places, q, k, v, out, lse and the index arrays (0: none), on a stream, with
-#: the workspace in this place (0: none was given). False: nothing was done, check the arguments.
-Launch = Callable[[tuple[int, ...], int, int], bool]
+#: the options that are arrays in these. False: nothing was done, check the arguments.
+Launch = Callable[[tuple[int, ...], int, tuple[int, ...]], bool]
+
+#: Options that may be arrays, and the fields of the kernels' arguments for where they, or their parts, lie.
+_FIELDS = {
+    "workspace": ("partial",),
+    **{
+        name: (name,)
+        for name in (
+            "k_scale", "v_scale", "q_scale", "bias", "mask", "alibi_slopes", "sinks", "tree", "q_offset"
+        )
+    },
+    "spans": ("span_lo", "span_hi"),
+}  # fmt: skip
 
 
 class Library(NamedTuple):
@@ -105,6 +117,32 @@ def _library_of(x: Any) -> Library | None:
     return found
 
 
+def _parted(options: dict[str, Any], own: type) -> tuple[dict[str, Any], tuple[str, ...], tuple[Any, ...]]:
+    """Return the options that are no arrays of this type, and fields and arrays of those that are."""
+    fields: tuple[str, ...] = ()
+    arrays: tuple[Any, ...] = ()
+    plain = options
+    for name, value in options.items():
+        parts = value if type(value) is tuple else (value,)
+        wanted = _FIELDS.get(name, ())
+        if len(parts) == len(wanted) and all(type(part) is own for part in parts):
+            if plain is options:
+                plain = dict(options)
+            del plain[name]
+            fields += wanted
+            arrays += parts
+    return plain, fields, arrays
+
+
+def others(key: Any, options: dict[str, Any]) -> tuple[tuple[str, int], ...]:
+    """Return field and place of each option that is an array, of a call with this key."""
+    if not is_of_device(key):
+        return ()
+    own = key[1]
+    _, fields, arrays = _parted(options, own)
+    return tuple((field, _libraries[own].place(x)) for field, x in zip(fields, arrays, strict=True))
+
+
 def attempt(
     kind: str,
     arrays: tuple[Any, Any, Any, Any],
@@ -134,18 +172,16 @@ def attempt(
     library = _library_of(arrays[0])
     if library is None or not all(type(name) is str for name in layouts):
         return None, None
-    workspace = options.get("workspace")
-    if workspace is not None:
-        options = {name: value for name, value in options.items() if name != "workspace"}
+    layout, place, own = library.layout, library.place, type(arrays[0])
+    options, fields, more = _parted(options, own) if options else (options, (), ())
     if not isinstance(backend, (str, type(None))) or (
         options and (given := plain_options(options, _LOOKED_INTO)) is None
     ):
         return None, None
-    layout, place, own = library.layout, library.place, type(arrays[0])
-    key: list[Any] = [kind, own, layouts, backend, _backend_in_context(), _variables()]
+    key: list[Any] = [kind, own, layouts, backend, _backend_in_context(), _variables(), fields]
     key.append(given if options else None)
     places = []
-    for x in (*arrays, workspace, *index):
+    for x in (*arrays, *index, *more):
         if x is None:
             key.append(None)
             places.append(0)
@@ -168,8 +204,9 @@ def attempt(
             return whole, None
     if known.lse_shape is not None:
         lse = library.new(known.lse_shape, known.lse_dtype, device)
-    room, places[4] = places[4], 0 if lse is None else place(lse)
-    if not known.launch(tuple(places), library.stream(device), room):
+    places.insert(4, 0 if lse is None else place(lse))
+    end = 5 + len(index)
+    if not known.launch(tuple(places[:end]), library.stream(device), tuple(places[end:])):
         return whole, None
     return whole, out if lse is None else (out, lse)
 

@@ -1,4 +1,7 @@
-"""Calls with arrays of a GPU library that come again: launches that were prepared, with other places."""
+"""Calls with arrays of a GPU library that come again: launches that were prepared, with other places.
+
+The contents of the second call's arrays never count for the third: all of them are other arrays.
+"""
 
 from __future__ import annotations
 
@@ -114,3 +117,54 @@ def test_a_workspace_that_overlaps_is_refused_again(cuda, checked, other):
         )
     with pytest.raises(pyflash.InvalidArgument, match="workspace"):
         pyflash.flash_attention(*given, backend="cuda", num_splits=3, workspace=room, out=out)
+
+
+def options_of(name: str, rng: np.random.Generator) -> dict[str, Any]:
+    """Return an option that is an array, for two queries on 70 keys, eight heads."""
+    if name in ("k_scale", "v_scale"):
+        return {name: rng.uniform(0.5, 2, (2, 70, 2)).astype(np.float32)}
+    if name == "alibi_slopes":
+        return {name: rng.uniform(0, 0.1, 8).astype(np.float32)}
+    if name == "sinks":
+        return {name: rng.standard_normal(8).astype(np.float32)}
+    if name == "bias":
+        return {name: rng.standard_normal((2, 8, 2, 70)).astype(np.float32)}
+    if name == "mask":
+        return {name: rng.random((2, 1, 2, 70)) < 0.8}
+    if name == "tree":
+        return {name: np.array([[-1, 0], [-1, -1]], np.int32)[:: rng.choice([-1, 1])].copy()}
+    if name == "q_offset":
+        return {name: rng.integers(20, 68, 2), "causal": True}
+    lo = np.sort(rng.integers(0, 30, (2, 2)), axis=1)
+    return {"spans": (lo, lo + 40)}
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["k_scale", "v_scale", "alibi_slopes", "sinks", "bias", "mask", "tree", "q_offset", "spans"],
+)
+@pytest.mark.parametrize("dtype", [np.float32, np.float16], ids=["float32", "float16"])
+def test_options_that_are_arrays(cuda, checked, name, dtype):
+    def moved(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(map(moved, value))
+        return there(cuda, value) if isinstance(value, np.ndarray) else value
+
+    for seed in range(4):
+        rng = np.random.default_rng(seed)
+        given = [rng.standard_normal((2, n, h, 64)).astype(dtype) for n, h in ((2, 8), (70, 2), (70, 2))]
+        options = options_of(name, rng)
+        expected, lse = pyflash.flash_attention(*given, **options, return_lse=True, backend="c")
+        placed = {key: moved(value) for key, value in options.items()}
+        out = pyflash.flash_attention(*map(moved, given), **placed, return_lse=True, backend="cuda")
+        tolerance = 1e-5 if dtype is np.float32 else 2e-3
+        np.testing.assert_allclose(out[0].get(), expected, atol=tolerance)
+        np.testing.assert_allclose(out[1].get(), lse, atol=tolerance)
+    assert len(checked) == 2
+
+
+def test_options_of_the_host_are_checked_each_time(cuda, checked):
+    for _ in range(4):
+        given, _ = arrays(cuda, 0)
+        pyflash.flash_attention(*given, sinks=np.zeros(4, np.float32), backend="cuda")
+    assert len(checked) == 4
