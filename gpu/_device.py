@@ -244,6 +244,8 @@ class _CupyPlatform:
             import cupy
         except ImportError as error:
             return f"CuPy is not installed ({error}): {_INSTALL}"
+        except Exception as error:  # what it imports may be broken in any way
+            return f"CuPy cannot be imported ({type(error).__name__}: {error})"
         try:
             count = cupy.cuda.runtime.getDeviceCount()
         except cupy.cuda.runtime.CUDARuntimeError as error:

@@ -123,7 +123,7 @@ def _parted(options: dict[str, Any], own: type) -> tuple[dict[str, Any], tuple[s
     arrays: tuple[Any, ...] = ()
     plain = options
     for name, value in options.items():
-        parts = value if type(value) is tuple else (value,)
+        parts = value if name == "spans" and type(value) is tuple else (value,)
         wanted = _FIELDS.get(name, ())
         if len(parts) == len(wanted) and all(type(part) is own for part in parts):
             if plain is options:

@@ -168,3 +168,13 @@ def test_options_of_the_host_are_checked_each_time(cuda, checked):
         given, _ = arrays(cuda, 0)
         pyflash.flash_attention(*given, sinks=np.zeros(4, np.float32), backend="cuda")
     assert len(checked) == 4
+
+
+def test_a_tuple_is_no_array(cuda, checked):
+    """It is refused, also where the array in it makes a call that is known."""
+    given, _ = arrays(cuda, 0)
+    sinks = there(cuda, np.zeros(4, np.float32))
+    for _ in range(3):
+        pyflash.flash_attention(*given, sinks=sinks, backend="cuda")
+    with pytest.raises(pyflash.InvalidArgument, match="sinks"):
+        pyflash.flash_attention(*given, sinks=(sinks,), backend="cuda")

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import re
 import subprocess
 import sys
 import webbrowser
+import zipfile
 
 import numpy as np
 import pytest
@@ -246,6 +248,55 @@ def test_bad_files(tmp_path, capsys):
     for content in (b"", b"PK\x03\x04 broken", b"text"):
         (tmp_path / "broken.npz").write_bytes(content)
         assert "expected an .npz file with arrays q, k and v (" in refused(tmp_path / "broken.npz")
+    np.savez_compressed(tmp_path / "a.npz", **arrays())
+    whole = (tmp_path / "a.npz").read_bytes()
+    damaged = whole.index(b"PK\x01\x02") - 20  # in the numbers of the last array
+    for place, byte in ((6, 1), (8, 99), (damaged, whole[damaged] ^ 255)):  # encrypted, packed strangely
+        (tmp_path / "broken.npz").write_bytes(_changed(whole, place, byte))
+        refused(tmp_path / "broken.npz")
+    told = {"descr": "<f8", "fortran_order": False, "shape": (10**13, 8)}
+    header = b"\x93NUMPY\x01\x00\x76\x00" + repr(told).encode()
+    with zipfile.ZipFile(tmp_path / "broken.npz", "w") as file:
+        for name in "qkv":
+            file.writestr(f"{name}.npy", header.ljust(127) + b"\n")
+    refused(tmp_path / "broken.npz")
+
+
+def _changed(content, place, byte):
+    """Change a byte of an archive; one of the first file's header also in the directory."""
+    found = bytearray(content)
+    found[place] = byte
+    if place < 30:
+        found[content.index(b"PK\x01\x02") + place + 2] = byte
+    return bytes(found)
+
+
+def test_a_failure_leaves_the_page_that_is_there(tmp_path, capsys, monkeypatch):
+    path, page = save(tmp_path / "a.npz", **arrays()), tmp_path / "p.html"
+    page.write_text("kept")
+    link = tmp_path / "link.html"
+    link.symlink_to(page)
+
+    def full(self, content):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("pathlib.Path.write_bytes", full)
+        assert main(["simulate", "--npz", str(path), "--no-open", "--output", str(page)]) == 2
+    assert "No space left" in capsys.readouterr().err
+    assert page.read_text() == "kept"
+    assert main(["simulate", "--npz", str(path), "--no-open", "--output", str(link)]) == 0
+    assert link.is_symlink() and page.read_bytes().startswith(b"<!doctype html>")
+    assert {x.name for x in tmp_path.iterdir()} == {"a.npz", "p.html", "link.html"}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere names are text")
+def test_a_name_that_is_no_text(tmp_path):
+    path = tmp_path / os.fsdecode(b"\xff.npz")
+    save(path, **arrays())
+    page = tmp_path / "p.html"
+    assert main(["simulate", "--npz", str(path), "--no-open", "--output", str(page)]) == 0
+    assert "?.npz" in page.read_text(encoding="utf-8")
 
 
 # --- the command ---
@@ -269,7 +320,7 @@ def test_no_browser_is_a_line_not_an_error(tmp_path, capsys, monkeypatch):
     page = tmp_path / "p.html"
     path = save(tmp_path / "a.npz", **arrays())
     assert main(["simulate", "--npz", str(path), "--output", str(page)]) == 0
-    assert capsys.readouterr().err == f"pyflash: found no browser to open {page} with\n"
+    assert capsys.readouterr().err == f"pyflash: found no browser to open {page} with: open it yourself\n"
 
 
 def test_no_open(tmp_path, monkeypatch):

@@ -6,6 +6,7 @@ A page holds a trace for every combination of its controls, so it can only be ab
 from __future__ import annotations
 
 import zipfile
+import zlib
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,6 +19,9 @@ from .._errors import PyflashError, invalid
 
 #: What a page can show, and what a reader can take in.
 MAX_QUERIES, MAX_KEYS, MAX_HEAD_DIM_V = 8, 24, 8
+#: What NumPy and zipfile raise for files that are empty, pickled, damaged, encrypted, packed in a way that
+#: Python does not know, or that claim to hold more than there is memory for.
+_BROKEN = (EOFError, ValueError, RuntimeError, MemoryError, OverflowError, zipfile.BadZipFile, zlib.error)
 #: Shape of the random arrays.
 _QUERIES, _KEYS, _HEAD_DIM, _HEAD_DIM_V = 4, 16, 8, 4
 
@@ -71,7 +75,8 @@ def inputs_of_file(path: Path) -> Inputs:
         raise invalid("k", f"shape {k.shape}", f"(seqlen_kv, head_dim), the head_dim of q, {q.shape}")
     if len(v) != len(k):
         raise invalid("v", f"shape {v.shape}", f"(seqlen_kv, head_dim_v) with the {len(k)} keys of k")
-    return Inputs(q, k, v, source=path.name)
+    # A name may hold bytes that are no text.
+    return Inputs(q, k, v, source=path.name.encode("utf-8", "replace").decode())
 
 
 def _read(path: Path) -> dict[str, Array]:
@@ -91,7 +96,7 @@ def _read(path: Path) -> dict[str, Array]:
         raise
     except OSError as error:
         raise invalid("npz", path, f"a file that can be read ({error.strerror or error})") from None
-    except (EOFError, ValueError, zipfile.BadZipFile) as error:  # empty, pickled or broken
+    except _BROKEN as error:
         raise invalid("npz", path, f"{expected} ({error})") from None
 
 
