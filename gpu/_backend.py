@@ -29,8 +29,8 @@ from .._masks import key_tiles
 from . import _choose, _compile, _device, _launch, _operations, _places, _plan, _prepared
 
 _ALIGNMENT = 16
-#: Scores of scales beyond this may not be numbers of float32.
-_WIDE_SCALE = 1e30
+#: Beyond these scales, scores or the products that are scaled may not be numbers of float32.
+_SMALLEST_SCALE, _LARGEST_SCALE = 1e-30, 1e30
 
 
 class CudaBackend:
@@ -92,7 +92,7 @@ class CudaBackend:
             terms=frozenset(terms),
             spans=args.causal or args.spans is not None or args.window != (-1, -1),
             positive_scale=args.scale > 0,
-            wide_scores=abs(args.scale) > _WIDE_SCALE,
+            wide_scores=args.scale != 0 and not _SMALLEST_SCALE <= abs(args.scale) <= _LARGEST_SCALE,
             num_splits=args.num_splits,
             tile=args.tile,
             family=args.family,

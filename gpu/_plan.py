@@ -54,7 +54,7 @@ class Problem(NamedTuple):
     terms: frozenset[str] = frozenset()  # of `TERMS`
     spans: bool = False  # causal, window or spans: not every row sees every key
     positive_scale: bool = True
-    wide_scores: bool = False  # scores may be beyond float32
+    wide_scores: bool = False  # scores, or products before they are scaled, may be beyond float32
     num_splits: int | None = None
     tile: int | None = None
     family: str | None = None

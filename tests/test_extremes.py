@@ -52,6 +52,16 @@ def test_a_large_scale_on_small_products(backend, dtype, small, scale):
     assert abs(out.item() - exact) < 1e-5
 
 
+@pytest.mark.parametrize("family", ["prefill", "decode"])
+def test_a_small_scale_on_products_beyond_the_type(backend, family):
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((1, n, 1, 32)).astype("f4") for n in (20, 40, 40))
+    k[0, 5, 0, 3:5] = 3e38
+    out = pyflash.flash_attention(q, k, v, scale=1e-40, family=family, **backend.kwargs)
+    exact = pyflash.naive_attention(*(x.astype("f8") for x in (q, k, v)), scale=1e-40)
+    assert np.abs(out - exact).max() < 1e-5
+
+
 @pytest.mark.parametrize("num_splits", [None, 1])
 def test_equal_values_are_not_summed_in_one_chain(backend, num_splits):
     n = 4096
