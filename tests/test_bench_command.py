@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -131,6 +132,23 @@ def test_where_nothing_can_be_written(nothing_measured, capsys, tmp_path):
     pytest.importorskip("matplotlib")
     assert "--plots: found" in refused(capsys, "--plots", file)
     assert list(tmp_path.iterdir()) == [file]
+
+
+def test_a_device_or_a_pipe_is_not_replaced(nothing_measured, capsys, tmp_path):
+    pipe, link, loop = tmp_path / "pipe", tmp_path / "link", tmp_path / "loop"
+    os.mkfifo(pipe)
+    link.symlink_to(pipe)
+    loop.symlink_to(loop)
+    for path in (pipe, link, loop, "/dev/null"):
+        assert "expected a regular file, or the name of a new one" in refused(capsys, "--json", path)
+    assert pipe.is_fifo() and link.is_symlink()
+
+
+def test_what_is_refused_leaves_no_folders(nothing_measured, capsys, tmp_path):
+    refused(capsys, "zzz", "--json", tmp_path / "a" / "b" / "run.json")
+    pytest.importorskip("matplotlib")
+    refused(capsys, "zzz", "--plots", tmp_path / "c" / "d")
+    assert not list(tmp_path.iterdir())
 
 
 def test_missing_packages_are_one_sentence(nothing_measured, monkeypatch, capsys, tmp_path):

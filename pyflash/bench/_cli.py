@@ -150,15 +150,14 @@ def workloads_of(patterns: Sequence[str]) -> list[Workload]:
 def check_writable(json: Path | None, plots: Path | None) -> None:
     """Raise InvalidArgument where the results could not be written afterwards; leave nothing behind."""
     if json is not None:
-        if json.is_dir():
-            raise invalid("--json", repr(str(json)), "a file, not a folder")
-        _try_folder("--json", json.parent, json)
+        _try_folder("--json", _results.target(json).parent, json)
     if plots is not None:
         _plots.check()
         _try_folder("--plots", plots, plots)
 
 
 def _try_folder(argument: str, folder: Path, given: Path) -> None:
+    new = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -167,6 +166,10 @@ def _try_folder(argument: str, folder: Path, given: Path) -> None:
         raise invalid(argument, repr(str(given)), "a place to write to (a file is in its way)") from None
     except OSError as error:
         raise invalid(argument, repr(str(given)), f"a place to write to ({error.strerror})") from None
+    finally:
+        for path in new:  # what is refused later, or interrupted, leaves no empty folders
+            with contextlib.suppress(OSError):
+                path.rmdir()
 
 
 class Run:

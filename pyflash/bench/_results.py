@@ -49,8 +49,19 @@ def smi(*fields: str) -> dict[str, str]:
     return dict(zip(fields, values, strict=True)) if len(values) == len(fields) else {}
 
 
+def target(path: Path) -> Path:
+    """Return the file that is written for a path: what links lead to. A device or a pipe is not replaced."""
+    found = Path(os.path.realpath(path))
+    if path.is_dir():
+        raise invalid("--json", repr(str(path)), "a file, not a folder")
+    if found.is_symlink() or (path.exists() and not path.is_file()):
+        raise invalid("--json", repr(str(path)), "a regular file, or the name of a new one")
+    return found
+
+
 def save(path: Path, header: Row, runs: list[Row]) -> None:
     """Write a result file, as a whole or not at all."""
+    path = target(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.{os.getpid()}")
     try:
