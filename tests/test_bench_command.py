@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import tempfile
 import xml.etree.ElementTree as ElementTree
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
 import pyflash
 from pyflash.__main__ import main
-from pyflash.bench import _cli, _engine, _libraries, _peers, _plots, _session
+from pyflash.bench import _cli, _engine, _libraries, _peers, _plots, _session, _signals
 
 pytest.importorskip("rich")
 #: A run of a second: no peers, one thread.
@@ -252,6 +256,39 @@ def test_an_interruption_before_the_first_row(fixed_limits, monkeypatch, capsys,
     assert not path.exists()
 
 
+@pytest.mark.parametrize("number", _signals.ENDING)
+def test_a_signal_is_an_interruption(fixed_limits, monkeypatch, capsys, tmp_path, number):
+    time_group, path = _engine.Group._time, tmp_path / "run.json"
+    monkeypatch.setattr(_engine, "_shared_folder", lambda num_bytes: Path(tempfile.mkdtemp(dir=tmp_path)))
+
+    def ended(group):
+        if "over-n-128" in group._workloads:
+            os.kill(os.getpid(), number)
+            os.kill(os.getpid(), number)  # as `timeout` does
+            pytest.fail("it goes on")
+        time_group(group)
+
+    monkeypatch.setattr(_engine.Group, "_time", ended)
+    before = [signal.getsignal(other) for other in _signals.ENDING]
+    assert bench("tiny-float32", "over-n-128", *QUICK, "--backends", "c", "--json", path) == 130
+    assert [signal.getsignal(other) for other in _signals.ENDING] == before
+    assert "interrupted: 1 rows were measured before" in " ".join(capsys.readouterr().err.split())
+    assert list(json.loads(path.read_text())["runs"][0]["rows"]) == ["tiny-float32"]
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_signals_that_are_ignored_stay_so_and_other_threads_have_none():
+    number = _signals.ENDING[-1]
+    before = signal.signal(number, signal.SIG_IGN)
+    try:
+        with _signals.as_interruption():
+            assert signal.getsignal(number) is signal.SIG_IGN
+    finally:
+        signal.signal(number, before)
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(bench, "--list", "tiny").result() == 0
+
+
 def test_several_threads_and_runs(fixed_limits, monkeypatch, capsys, tmp_path):
     path = tmp_path / "run.json"
     arguments = [*QUICK[:-1], "1,1", "--runs", "2", "--backends", "numpy", "c", "--json", path]
@@ -263,8 +300,6 @@ def test_several_threads_and_runs(fixed_limits, monkeypatch, capsys, tmp_path):
 
 @pytest.mark.skipif(not pyflash.available_isas(), reason="needs the backend C")
 def test_another_build_is_compared(fixed_limits, capsys, tmp_path):
-    from pathlib import Path
-
     folder = Path(pyflash.__file__).parents[1]
     path = tmp_path / "run.json"
     arguments = ["--backends", "c", "--also", f"before={folder}", "--json", path, "--isa", "scalar"]

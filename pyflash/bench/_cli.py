@@ -16,6 +16,7 @@ from ._engine import Key
 from ._limits import described
 from ._process import Row
 from ._session import Session, cpus
+from ._signals import as_interruption
 from ._workloads import SUITES, UnknownWorkload, Workload, by_group, picked
 
 DESCRIPTION = """\
@@ -230,6 +231,14 @@ def run(
     source: Path | None, **how: Any,
 ) -> int:  # fmt: skip
     """Do what the command line says; return the exit status."""
+    with as_interruption():
+        return _run(workloads, list_only, runs, json, plots, source, how)
+
+
+def _run(
+    workloads: list[str], list_only: bool, runs: int, json: Path | None, plots: Path | None,
+    source: Path | None, how: dict[str, Any],
+) -> int:  # fmt: skip
     from . import _terminal
 
     console, errors = _terminal.console_of(), _terminal.console_of(stderr=True)
@@ -295,11 +304,12 @@ def _interrupted(console: Any, errors: Any, found: Run, json: Path | None, plots
     if not found.runs:
         errors.print("interrupted before anything was measured; nothing is written", **_PLAIN)
         return _INTERRUPTED
-    with contextlib.suppress(KeyboardInterrupt):
+    with contextlib.suppress(KeyboardInterrupt, OSError):  # the terminal may have been closed
         _show(console, found.results(), plots)
     count = sum(len(rows) for one in found.runs for rows in one["rows"].values())
     kept = f"written to {json}" if json is not None else "shown above and, without --json, not written"
-    errors.print(f"interrupted: {count} rows were measured before, {kept}", **_PLAIN)
+    with contextlib.suppress(OSError):
+        errors.print(f"interrupted: {count} rows were measured before, {kept}", **_PLAIN)
     return _INTERRUPTED
 
 

@@ -200,7 +200,10 @@ def _die_with_parent() -> None:
 
 def main(package: str) -> None:
     """Answer commands until the input ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends this process
+    # Sent to the whole group, by Ctrl-C, a closed terminal or `timeout`: the parent ends this process.
+    for name in ("SIGINT", "SIGTERM", "SIGHUP"):
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
     _die_with_parent()
     cpus, threads = sys.argv[1:]
     if hasattr(os, "sched_setaffinity"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,8 @@ class Bar:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._progress.stop()
+        with contextlib.suppress(OSError):  # of a closed terminal; it must not hide why the run ends
+            self._progress.stop()
 
     def __call__(self, part: float, text: str) -> None:
         """Go on by a part of a group; say what is being done, if that is new."""
