@@ -119,6 +119,20 @@ def test_a_peer_that_cannot_be_loaded(fixed_limits, capsys, tmp_path):
     assert error == f"pyflash: torch cannot be loaded by {sys.executable}: OSError: a library is missing\n"
 
 
+def test_what_a_folder_lacks_is_not_taken_from_elsewhere(fixed_limits, monkeypatch, capsys, tmp_path):
+    class Elsewhere(_session.Process):
+        def ask(self, do, **arguments):
+            return {"version": "1", "file": f"/elsewhere/{arguments['imported']}.py"}
+
+    monkeypatch.setattr(_session, "Process", Elsewhere)
+    for option, name, imported in (("--also", "old", "pyflash"), ("--peers", "ggml", "libggml")):
+        error = refused(
+            capsys, "tiny", *QUICK[1:], "--backends", "c", "--peers", option, f"{name}={tmp_path}"
+        )
+        where = f"/elsewhere/{imported}.py, which is not in {tmp_path}"
+        assert error == f"pyflash: {name}: {imported} was imported from {where}\n"
+
+
 def test_a_peer_that_was_found_but_cannot_be_loaded_is_left_out(fixed_limits, monkeypatch, capsys, tmp_path):
     (tmp_path / "jax.py").write_text("raise OSError('a library is missing')")
     broken = _libraries.Library("jax", "jax", path=str(tmp_path))
@@ -223,6 +237,31 @@ def test_a_wrong_answer_of_pyflash_is_the_status(fixed_limits, monkeypatch, caps
     monkeypatch.setattr(_engine, "largest_error", lambda found, exact: 0.5)
     assert bench("tiny-float32", *QUICK, "--backends", "c") == 1
     assert "pyflash c: WRONG by 0.5 of the largest element" in capsys.readouterr().out
+
+
+def test_an_answer_has_to_be_right_after_the_last_turn_as_well(fixed_limits, monkeypatch, tmp_path):
+    errors, path = iter([0.0, 0.0, 0.0, 0.5]), tmp_path / "run.json"  # of both, before and after
+    monkeypatch.setattr(_engine, "largest_error", lambda found, exact: next(errors))
+    assert bench("tiny", *QUICK, "--backends", "c", "--json", path) == 1
+    rows = json.loads(path.read_text())["runs"][0]["rows"]
+    assert rows["tiny-float32-no-out"]["c"] == {"wrong": 0.5, "tolerance": 2e-5}
+    assert "median" in rows["tiny-float32"]["c"]
+
+
+def test_a_process_that_ends_after_its_last_turn_is_a_row(fixed_limits, monkeypatch, tmp_path):
+    ask, done, path = _session.Process.ask, [], tmp_path / "run.json"
+
+    def dies(process, do, **arguments):
+        done.append(do)
+        if do == "answer" and "turn" in done:
+            process._process.kill()
+        return ask(process, do, **arguments)
+
+    monkeypatch.setattr(_session.Process, "ask", dies)
+    assert bench("tiny", *QUICK, "--backends", "c", "--json", path) == 1
+    rows = json.loads(path.read_text())["runs"][0]["rows"]
+    assert "the process ended" in rows["tiny-float32"]["c"]["failed"]
+    assert rows["tiny-float32-no-out"]["c"] == {"failed": _engine.ENDED_ELSEWHERE}
 
 
 def test_an_interruption_keeps_what_was_measured(fixed_limits, monkeypatch, capsys, tmp_path):
