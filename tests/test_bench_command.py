@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import signal
@@ -21,6 +22,22 @@ from pyflash.bench import _cli, _engine, _libraries, _peers, _plots, _session, _
 pytest.importorskip("rich")
 #: A run of a second: no peers, one thread.
 QUICK = ("--peers", "--seconds", "0", "--turn", "0", "--threads", "1")
+
+
+#: A result file with one row.
+CONTENT: dict = {
+    "machine": {"cpu": "a processor"},
+    "isa": "avx2",
+    "libraries": {"c": {"version": "1", "held": True}},
+    "first": "c",
+    "runs": [
+        {
+            "threads": 1,
+            "limits": {"agree": False, "before": {"float32": 1e11, "read": 1e10}},
+            "rows": {"tiny-float32": {"c": {"median": 1.0}}},
+        }
+    ],
+}
 
 
 class FixedLimits:
@@ -82,6 +99,7 @@ def test_an_unknown_workload_has_neighbours(nothing_measured, capsys):
         (["--turn", "nan"], "--turn: found nan"),
         (["--runs", "0"], "--runs: found 0, expected at least 1"),
         (["--from", "no-such.json"], "--from: found 'no-such.json', expected a result file"),
+        (["--from", "x.json", "--json", "y.json"], "--json: found 'y.json', expected no file to write with"),
     ],
 )
 def test_bad_options_are_found_first(nothing_measured, capsys, arguments, words):
@@ -169,6 +187,70 @@ def test_what_is_refused_leaves_no_folders(nothing_measured, capsys, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def without(*path):
+    """Return a change of a file's content that removes a part of it."""
+
+    def change(content):
+        for name in path[:-1]:
+            content = content[name]
+        del content[path[-1]]
+
+    return change
+
+
+def with_(value, *path):
+    """Return a change of a file's content that replaces a part of it."""
+
+    def change(content):
+        for name in path[:-1]:
+            content = content[name]
+        content[path[-1]] = value
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (without("libraries"), "libraries is missing"),
+        (without("first"), "first is missing"),
+        (without("machine"), "machine is missing"),
+        (without("libraries", "c", "held"), "libraries.c.held is missing"),
+        (with_("d", "first"), "first is 'd', which is not in libraries"),
+        (with_([], "runs"), "runs is empty"),
+        (with_([None], "runs"), "runs[0] is NoneType, not an object"),
+        (without("runs", 0, "limits"), "runs[0].limits is missing"),
+        (with_({}, "runs", 0, "limits", "after"), "runs[0].limits.after.float32 is missing"),
+        (with_(None, "runs", 0, "rows"), "runs[0].rows is null, not an object"),
+        (with_(0, "runs", 0, "rows", "tiny-float32", "c", "median"), "c.median is 0, not a positive number"),
+        (with_("1", "runs", 0, "rows", "tiny-float32", "c", "median"), "c.median is '1', not a number"),
+        (with_({"new": {}}, "runs", 0, "rows"), "none of its workloads is known here: new"),
+        (with_({"tiny-float32": {"d": {}}}, "runs", 0, "rows"), "'d', which is not in libraries"),
+    ],
+)
+def test_a_malformed_file_is_one_sentence(capsys, tmp_path, change, words):
+    content, path = copy.deepcopy(CONTENT), tmp_path / "x.json"
+    path.write_text(json.dumps(content))
+    assert bench("--from", path) == 0
+    change(content)
+    path.write_text(json.dumps(content))
+    error = refused(capsys, "--from", path)
+    assert f"--from: found '{path}', expected a result file (" in error and words in error
+
+
+def test_files_that_are_none_of_these(capsys, tmp_path):
+    path = tmp_path / "x.json"
+    for text, words in (("[" * 100_000, "recursion"), ("", "Expecting value"), ("[]", "the whole is list")):
+        path.write_text(text)
+        assert words in refused(capsys, "--from", path)
+    path.write_bytes(b"\xff")
+    assert "codec can't decode" in refused(capsys, "--from", path)
+    for old in ({"rows": [], "peers": {}}, {"groups": []}):
+        path.write_text(json.dumps({"machine": {}, **old}))
+        expected = "a file of an older format" if "rows" in old else "benchmarks/options.py"
+        assert expected in refused(capsys, "--from", path)
+
+
 def test_missing_packages_are_one_sentence(nothing_measured, monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(_plots.importlib.util, "find_spec", lambda name: None)
     assert "pip install 'pyflash-attention[bench]'" in refused(capsys, "--plots", tmp_path)
@@ -237,6 +319,16 @@ def test_a_wrong_answer_of_pyflash_is_the_status(fixed_limits, monkeypatch, caps
     monkeypatch.setattr(_engine, "largest_error", lambda found, exact: 0.5)
     assert bench("tiny-float32", *QUICK, "--backends", "c") == 1
     assert "pyflash c: WRONG by 0.5 of the largest element" in capsys.readouterr().out
+
+
+def test_nan_is_null_in_the_file(fixed_limits, monkeypatch, capsys, tmp_path):
+    path = tmp_path / "run.json"
+    monkeypatch.setattr(_engine, "largest_error", lambda found, exact: float("nan"))
+    assert bench("tiny-float32", *QUICK, "--backends", "c", "--json", path) == 1
+    rows = json.loads(path.read_text(), parse_constant=pytest.fail)["runs"][0]["rows"]
+    assert rows["tiny-float32"]["c"]["wrong"] is None
+    assert bench("--from", path) == 1
+    assert capsys.readouterr().out.count("WRONG by nan") == 2
 
 
 def test_an_answer_has_to_be_right_after_the_last_turn_as_well(fixed_limits, monkeypatch, tmp_path):

@@ -246,6 +246,8 @@ def _run(
         shown = workloads_of(workloads or ["all"])
         _terminal.listing(console, shown, how["peers_from"])
         return 0
+    if source is not None and json is not None:
+        raise invalid("--json", repr(str(json)), "no file to write with --from, which measures nothing")
     check_writable(json, plots)
     if source is not None:
         return _show(console, _results.Results.read(source), plots)

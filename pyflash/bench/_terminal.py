@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -171,7 +172,8 @@ def notes(results: Results) -> Iterator[str]:
 
 def _reason(row: Row) -> str:
     if "wrong" in row:
-        return f"WRONG by {row['wrong']:.2g} of the largest element, {row.get('tolerance', 0):.2g} allowed"
+        wrong = math.nan if row["wrong"] is None else row["wrong"]  # JSON has no NaN
+        return f"WRONG by {wrong:.2g} of the largest element, {row.get('tolerance', 0):.2g} allowed"
     return f"FAILED: {row['failed']}" if "failed" in row else str(row.get("unsupported", ""))
 
 
