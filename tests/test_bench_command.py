@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import os
@@ -17,7 +18,7 @@ import pytest
 
 import pyflash
 from pyflash.__main__ import main
-from pyflash.bench import _cli, _engine, _libraries, _peers, _plots, _session, _signals
+from pyflash.bench import _cli, _engine, _libraries, _peers, _plots, _process, _session, _signals
 
 pytest.importorskip("rich")
 #: A run of a second: no peers, one thread.
@@ -418,6 +419,51 @@ def test_signals_that_are_ignored_stay_so_and_other_threads_have_none():
         signal.signal(number, before)
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(bench, "--list", "tiny").result() == 0
+
+
+def bench_without_reader(*arguments):
+    """Run with a pipe for stdout whose reader has gone."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as stdout, contextlib.redirect_stdout(stdout):
+        return bench(*arguments)
+
+
+def test_a_closed_pipe_ends_the_command(nothing_measured, capfd):
+    assert bench_without_reader("--list") == 130
+    assert capfd.readouterr().err == ""
+
+
+def test_a_closed_pipe_ends_no_run_that_is_written(fixed_limits, tmp_path):
+    path = tmp_path / "run.json"
+    assert bench_without_reader("tiny", *QUICK, "--backends", "c", "--json", path) == 130
+    (run,) = json.loads(path.read_text())["runs"]
+    assert run["limits"]["agree"] and len(run["rows"]) == 2
+
+
+def test_a_file_gets_a_line_per_group(fixed_limits, monkeypatch, capsys):
+    finish = _engine.Group._finish
+
+    def finished(group, found):
+        finish(group, found)
+        group.rows["tiny-float32", "c"] |= {"median": 1.5e-6}
+
+    monkeypatch.setattr(_engine.Group, "_finish", finished)
+    assert bench("tiny-float32", *QUICK, "--backends", "c") == 0
+    assert "1 of 1: tiny-float32: pyflash c 1.50 us\n" in capsys.readouterr().err
+
+
+def test_a_library_that_does_not_answer_has_failed(fixed_limits, monkeypatch, capsys):
+    ask = _session.Process.ask
+
+    def hangs(process, do, **arguments):
+        if do == "turn":
+            monkeypatch.setattr(_process, "ANSWER_SECONDS", 0.0)
+        return ask(process, do, **arguments)
+
+    monkeypatch.setattr(_session.Process, "ask", hangs)
+    assert bench("tiny-float32", *QUICK, "--backends", "c") == 1
+    assert "FAILED: no answer in 0 seconds" in capsys.readouterr().out
 
 
 def test_several_threads_and_runs(fixed_limits, monkeypatch, capsys, tmp_path):

@@ -214,7 +214,7 @@ def measure(run: Run, console: Any, workloads: list[Workload], session: Session)
                         key: row | ({"afterwards": clocks} if clocks else {})
                         for key, row in group.rows.items()
                     }
-                bar.group_done(number + 1)
+                bar.group_done(number + 1, group.rows)
                 run.keep(session, rows)
             after = session.measure_limits()
     except KeyboardInterrupt:
@@ -231,17 +231,21 @@ def run(
     source: Path | None, **how: Any,
 ) -> int:  # fmt: skip
     """Do what the command line says; return the exit status."""
-    with as_interruption():
-        return _run(workloads, list_only, runs, json, plots, source, how)
-
-
-def _run(
-    workloads: list[str], list_only: bool, runs: int, json: Path | None, plots: Path | None,
-    source: Path | None, how: dict[str, Any],
-) -> int:  # fmt: skip
     from . import _terminal
 
     console, errors = _terminal.console_of(), _terminal.console_of(stderr=True)
+    console.goes_on, errors.goes_on = bool(json or plots), True
+    with as_interruption():
+        status = _run(console, errors, workloads, list_only, runs, json, plots, source, how)
+    return _INTERRUPTED if console.reader_is_gone else status
+
+
+def _run(
+    console: Any, errors: Any, workloads: list[str], list_only: bool, runs: int, json: Path | None,
+    plots: Path | None, source: Path | None, how: dict[str, Any],
+) -> int:  # fmt: skip
+    from . import _terminal
+
     if list_only:
         shown = workloads_of(workloads or ["all"])
         _terminal.listing(console, shown, how["peers_from"])

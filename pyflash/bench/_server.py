@@ -103,7 +103,7 @@ class Server:
     def _module(self, name: str) -> Any:
         return importlib.import_module(f"{self._package}.calls.{name}")
 
-    def info(self, module: str, imported: str) -> dict[str, Any]:
+    def info(self, module: str, imported: str = "") -> dict[str, Any]:
         """Return versions, of pyflash the instruction sets, of a GPU what it is, and where a module lies."""
         import numpy as np
 
