@@ -2,20 +2,43 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import json
+import os
+import signal
 import subprocess
 import sys
+import tempfile
 import xml.etree.ElementTree as ElementTree
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
 import pyflash
 from pyflash.__main__ import main
-from pyflash.bench import _cli, _engine, _libraries, _peers, _plots, _session
+from pyflash.bench import _cli, _engine, _libraries, _peers, _plots, _process, _session, _signals
 
 pytest.importorskip("rich")
 #: A run of a second: no peers, one thread.
 QUICK = ("--peers", "--seconds", "0", "--turn", "0", "--threads", "1")
+
+
+#: A result file with one row.
+CONTENT: dict = {
+    "machine": {"cpu": "a processor"},
+    "isa": "avx2",
+    "libraries": {"c": {"version": "1", "held": True}},
+    "first": "c",
+    "runs": [
+        {
+            "threads": 1,
+            "limits": {"agree": False, "before": {"float32": 1e11, "read": 1e10}},
+            "rows": {"tiny-float32": {"c": {"median": 1.0}}},
+        }
+    ],
+}
 
 
 class FixedLimits:
@@ -77,6 +100,7 @@ def test_an_unknown_workload_has_neighbours(nothing_measured, capsys):
         (["--turn", "nan"], "--turn: found nan"),
         (["--runs", "0"], "--runs: found 0, expected at least 1"),
         (["--from", "no-such.json"], "--from: found 'no-such.json', expected a result file"),
+        (["--from", "x.json", "--json", "y.json"], "--json: found 'y.json', expected no file to write with"),
     ],
 )
 def test_bad_options_are_found_first(nothing_measured, capsys, arguments, words):
@@ -114,6 +138,20 @@ def test_a_peer_that_cannot_be_loaded(fixed_limits, capsys, tmp_path):
     assert error == f"pyflash: torch cannot be loaded by {sys.executable}: OSError: a library is missing\n"
 
 
+def test_what_a_folder_lacks_is_not_taken_from_elsewhere(fixed_limits, monkeypatch, capsys, tmp_path):
+    class Elsewhere(_session.Process):
+        def ask(self, do, **arguments):
+            return {"version": "1", "file": f"/elsewhere/{arguments['imported']}.py"}
+
+    monkeypatch.setattr(_session, "Process", Elsewhere)
+    for option, name, imported in (("--also", "old", "pyflash"), ("--peers", "ggml", "libggml")):
+        error = refused(
+            capsys, "tiny", *QUICK[1:], "--backends", "c", "--peers", option, f"{name}={tmp_path}"
+        )
+        where = f"/elsewhere/{imported}.py, which is not in {tmp_path}"
+        assert error == f"pyflash: {name}: {imported} was imported from {where}\n"
+
+
 def test_a_peer_that_was_found_but_cannot_be_loaded_is_left_out(fixed_limits, monkeypatch, capsys, tmp_path):
     (tmp_path / "jax.py").write_text("raise OSError('a library is missing')")
     broken = _libraries.Library("jax", "jax", path=str(tmp_path))
@@ -131,6 +169,87 @@ def test_where_nothing_can_be_written(nothing_measured, capsys, tmp_path):
     pytest.importorskip("matplotlib")
     assert "--plots: found" in refused(capsys, "--plots", file)
     assert list(tmp_path.iterdir()) == [file]
+
+
+def test_a_device_or_a_pipe_is_not_replaced(nothing_measured, capsys, tmp_path):
+    pipe, link, loop = tmp_path / "pipe", tmp_path / "link", tmp_path / "loop"
+    os.mkfifo(pipe)
+    link.symlink_to(pipe)
+    loop.symlink_to(loop)
+    for path in (pipe, link, loop, "/dev/null"):
+        assert "expected a regular file, or the name of a new one" in refused(capsys, "--json", path)
+    assert pipe.is_fifo() and link.is_symlink()
+
+
+def test_what_is_refused_leaves_no_folders(nothing_measured, capsys, tmp_path):
+    refused(capsys, "zzz", "--json", tmp_path / "a" / "b" / "run.json")
+    pytest.importorskip("matplotlib")
+    refused(capsys, "zzz", "--plots", tmp_path / "c" / "d")
+    assert not list(tmp_path.iterdir())
+
+
+def without(*path):
+    """Return a change of a file's content that removes a part of it."""
+
+    def change(content):
+        for name in path[:-1]:
+            content = content[name]
+        del content[path[-1]]
+
+    return change
+
+
+def with_(value, *path):
+    """Return a change of a file's content that replaces a part of it."""
+
+    def change(content):
+        for name in path[:-1]:
+            content = content[name]
+        content[path[-1]] = value
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (without("libraries"), "libraries is missing"),
+        (without("first"), "first is missing"),
+        (without("machine"), "machine is missing"),
+        (without("libraries", "c", "held"), "libraries.c.held is missing"),
+        (with_("d", "first"), "first is 'd', which is not in libraries"),
+        (with_([], "runs"), "runs is empty"),
+        (with_([None], "runs"), "runs[0] is NoneType, not an object"),
+        (without("runs", 0, "limits"), "runs[0].limits is missing"),
+        (with_({}, "runs", 0, "limits", "after"), "runs[0].limits.after.float32 is missing"),
+        (with_(None, "runs", 0, "rows"), "runs[0].rows is null, not an object"),
+        (with_(0, "runs", 0, "rows", "tiny-float32", "c", "median"), "c.median is 0, not a positive number"),
+        (with_("1", "runs", 0, "rows", "tiny-float32", "c", "median"), "c.median is '1', not a number"),
+        (with_({"new": {}}, "runs", 0, "rows"), "none of its workloads is known here: new"),
+        (with_({"tiny-float32": {"d": {}}}, "runs", 0, "rows"), "'d', which is not in libraries"),
+    ],
+)
+def test_a_malformed_file_is_one_sentence(capsys, tmp_path, change, words):
+    content, path = copy.deepcopy(CONTENT), tmp_path / "x.json"
+    path.write_text(json.dumps(content))
+    assert bench("--from", path) == 0
+    change(content)
+    path.write_text(json.dumps(content))
+    error = refused(capsys, "--from", path)
+    assert f"--from: found '{path}', expected a result file (" in error and words in error
+
+
+def test_files_that_are_none_of_these(capsys, tmp_path):
+    path = tmp_path / "x.json"
+    for text, words in (("[" * 100_000, "recursion"), ("", "Expecting value"), ("[]", "the whole is list")):
+        path.write_text(text)
+        assert words in refused(capsys, "--from", path)
+    path.write_bytes(b"\xff")
+    assert "codec can't decode" in refused(capsys, "--from", path)
+    for old in ({"rows": [], "peers": {}}, {"groups": []}):
+        path.write_text(json.dumps({"machine": {}, **old}))
+        expected = "a file of an older format" if "rows" in old else "benchmarks/options.py"
+        assert expected in refused(capsys, "--from", path)
 
 
 def test_missing_packages_are_one_sentence(nothing_measured, monkeypatch, capsys, tmp_path):
@@ -203,6 +322,41 @@ def test_a_wrong_answer_of_pyflash_is_the_status(fixed_limits, monkeypatch, caps
     assert "pyflash c: WRONG by 0.5 of the largest element" in capsys.readouterr().out
 
 
+def test_nan_is_null_in_the_file(fixed_limits, monkeypatch, capsys, tmp_path):
+    path = tmp_path / "run.json"
+    monkeypatch.setattr(_engine, "largest_error", lambda found, exact: float("nan"))
+    assert bench("tiny-float32", *QUICK, "--backends", "c", "--json", path) == 1
+    rows = json.loads(path.read_text(), parse_constant=pytest.fail)["runs"][0]["rows"]
+    assert rows["tiny-float32"]["c"]["wrong"] is None
+    assert bench("--from", path) == 1
+    assert capsys.readouterr().out.count("WRONG by nan") == 2
+
+
+def test_an_answer_has_to_be_right_after_the_last_turn_as_well(fixed_limits, monkeypatch, tmp_path):
+    errors, path = iter([0.0, 0.0, 0.0, 0.5]), tmp_path / "run.json"  # of both, before and after
+    monkeypatch.setattr(_engine, "largest_error", lambda found, exact: next(errors))
+    assert bench("tiny", *QUICK, "--backends", "c", "--json", path) == 1
+    rows = json.loads(path.read_text())["runs"][0]["rows"]
+    assert rows["tiny-float32-no-out"]["c"] == {"wrong": 0.5, "tolerance": 2e-5}
+    assert "median" in rows["tiny-float32"]["c"]
+
+
+def test_a_process_that_ends_after_its_last_turn_is_a_row(fixed_limits, monkeypatch, tmp_path):
+    ask, done, path = _session.Process.ask, [], tmp_path / "run.json"
+
+    def dies(process, do, **arguments):
+        done.append(do)
+        if do == "answer" and "turn" in done:
+            process._process.kill()
+        return ask(process, do, **arguments)
+
+    monkeypatch.setattr(_session.Process, "ask", dies)
+    assert bench("tiny", *QUICK, "--backends", "c", "--json", path) == 1
+    rows = json.loads(path.read_text())["runs"][0]["rows"]
+    assert "the process ended" in rows["tiny-float32"]["c"]["failed"]
+    assert rows["tiny-float32-no-out"]["c"] == {"failed": _engine.ENDED_ELSEWHERE}
+
+
 def test_an_interruption_keeps_what_was_measured(fixed_limits, monkeypatch, capsys, tmp_path):
     time_group, path = _engine.Group._time, tmp_path / "run.json"
 
@@ -234,6 +388,84 @@ def test_an_interruption_before_the_first_row(fixed_limits, monkeypatch, capsys,
     assert not path.exists()
 
 
+@pytest.mark.parametrize("number", _signals.ENDING)
+def test_a_signal_is_an_interruption(fixed_limits, monkeypatch, capsys, tmp_path, number):
+    time_group, path = _engine.Group._time, tmp_path / "run.json"
+    monkeypatch.setattr(_engine, "_shared_folder", lambda num_bytes: Path(tempfile.mkdtemp(dir=tmp_path)))
+
+    def ended(group):
+        if "over-n-128" in group._workloads:
+            os.kill(os.getpid(), number)
+            os.kill(os.getpid(), number)  # as `timeout` does
+            pytest.fail("it goes on")
+        time_group(group)
+
+    monkeypatch.setattr(_engine.Group, "_time", ended)
+    before = [signal.getsignal(other) for other in _signals.ENDING]
+    assert bench("tiny-float32", "over-n-128", *QUICK, "--backends", "c", "--json", path) == 130
+    assert [signal.getsignal(other) for other in _signals.ENDING] == before
+    assert "interrupted: 1 rows were measured before" in " ".join(capsys.readouterr().err.split())
+    assert list(json.loads(path.read_text())["runs"][0]["rows"]) == ["tiny-float32"]
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_signals_that_are_ignored_stay_so_and_other_threads_have_none():
+    number = _signals.ENDING[-1]
+    before = signal.signal(number, signal.SIG_IGN)
+    try:
+        with _signals.as_interruption():
+            assert signal.getsignal(number) is signal.SIG_IGN
+    finally:
+        signal.signal(number, before)
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(bench, "--list", "tiny").result() == 0
+
+
+def bench_without_reader(*arguments):
+    """Run with a pipe for stdout whose reader has gone."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as stdout, contextlib.redirect_stdout(stdout):
+        return bench(*arguments)
+
+
+def test_a_closed_pipe_ends_the_command(nothing_measured, capfd):
+    assert bench_without_reader("--list") == 130
+    assert capfd.readouterr().err == ""
+
+
+def test_a_closed_pipe_ends_no_run_that_is_written(fixed_limits, tmp_path):
+    path = tmp_path / "run.json"
+    assert bench_without_reader("tiny", *QUICK, "--backends", "c", "--json", path) == 130
+    (run,) = json.loads(path.read_text())["runs"]
+    assert run["limits"]["agree"] and len(run["rows"]) == 2
+
+
+def test_a_file_gets_a_line_per_group(fixed_limits, monkeypatch, capsys):
+    finish = _engine.Group._finish
+
+    def finished(group, found):
+        finish(group, found)
+        group.rows["tiny-float32", "c"] |= {"median": 1.5e-6}
+
+    monkeypatch.setattr(_engine.Group, "_finish", finished)
+    assert bench("tiny-float32", *QUICK, "--backends", "c") == 0
+    assert "1 of 1: tiny-float32: pyflash c 1.50 us\n" in capsys.readouterr().err
+
+
+def test_a_library_that_does_not_answer_has_failed(fixed_limits, monkeypatch, capsys):
+    ask = _session.Process.ask
+
+    def hangs(process, do, **arguments):
+        if do == "turn":
+            monkeypatch.setattr(_process, "ANSWER_SECONDS", 0.0)
+        return ask(process, do, **arguments)
+
+    monkeypatch.setattr(_session.Process, "ask", hangs)
+    assert bench("tiny-float32", *QUICK, "--backends", "c") == 1
+    assert "FAILED: no answer in 0 seconds" in capsys.readouterr().out
+
+
 def test_several_threads_and_runs(fixed_limits, monkeypatch, capsys, tmp_path):
     path = tmp_path / "run.json"
     arguments = [*QUICK[:-1], "1,1", "--runs", "2", "--backends", "numpy", "c", "--json", path]
@@ -245,8 +477,6 @@ def test_several_threads_and_runs(fixed_limits, monkeypatch, capsys, tmp_path):
 
 @pytest.mark.skipif(not pyflash.available_isas(), reason="needs the backend C")
 def test_another_build_is_compared(fixed_limits, capsys, tmp_path):
-    from pathlib import Path
-
     folder = Path(pyflash.__file__).parents[1]
     path = tmp_path / "run.json"
     arguments = ["--backends", "c", "--also", f"before={folder}", "--json", path, "--isa", "scalar"]

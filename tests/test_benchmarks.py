@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 import json
+import os
 import subprocess
 import sys
 import time
@@ -348,6 +349,17 @@ def test_files_are_written_as_a_whole(tmp_path):
         save(path, header, [{"threads": object()}])
     assert json.loads(path.read_text())["isa"] == "avx2" and list(path.parent.iterdir()) == [path]
     assert default_name(header, [{"threads": 2}]) == "a-2-ghz-avx2-2.json"
+
+
+def test_links_stay_and_their_target_is_written(tmp_path):
+    link, file = tmp_path / "link.json", tmp_path / "elsewhere" / "run.json"
+    link.symlink_to(file)
+    for isa in ("avx2", "amx"):  # a new file, and one that is there
+        save(link, {"isa": isa}, [])
+        assert json.loads(file.read_text())["isa"] == isa and link.is_symlink()
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(pyflash.InvalidArgument, match="regular file"):
+        save(tmp_path / "pipe", {}, [])
 
 
 def test_the_pytest_benchmarks_know_the_options():

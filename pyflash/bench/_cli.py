@@ -16,6 +16,7 @@ from ._engine import Key
 from ._limits import described
 from ._process import Row
 from ._session import Session, cpus
+from ._signals import as_interruption
 from ._workloads import SUITES, UnknownWorkload, Workload, by_group, picked
 
 DESCRIPTION = """\
@@ -150,15 +151,14 @@ def workloads_of(patterns: Sequence[str]) -> list[Workload]:
 def check_writable(json: Path | None, plots: Path | None) -> None:
     """Raise InvalidArgument where the results could not be written afterwards; leave nothing behind."""
     if json is not None:
-        if json.is_dir():
-            raise invalid("--json", repr(str(json)), "a file, not a folder")
-        _try_folder("--json", json.parent, json)
+        _try_folder("--json", _results.target(json).parent, json)
     if plots is not None:
         _plots.check()
         _try_folder("--plots", plots, plots)
 
 
 def _try_folder(argument: str, folder: Path, given: Path) -> None:
+    new = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -167,6 +167,10 @@ def _try_folder(argument: str, folder: Path, given: Path) -> None:
         raise invalid(argument, repr(str(given)), "a place to write to (a file is in its way)") from None
     except OSError as error:
         raise invalid(argument, repr(str(given)), f"a place to write to ({error.strerror})") from None
+    finally:
+        for path in new:  # what is refused later, or interrupted, leaves no empty folders
+            with contextlib.suppress(OSError):
+                path.rmdir()
 
 
 class Run:
@@ -210,7 +214,7 @@ def measure(run: Run, console: Any, workloads: list[Workload], session: Session)
                         key: row | ({"afterwards": clocks} if clocks else {})
                         for key, row in group.rows.items()
                     }
-                bar.group_done(number + 1)
+                bar.group_done(number + 1, group.rows)
                 run.keep(session, rows)
             after = session.measure_limits()
     except KeyboardInterrupt:
@@ -230,10 +234,24 @@ def run(
     from . import _terminal
 
     console, errors = _terminal.console_of(), _terminal.console_of(stderr=True)
+    console.goes_on, errors.goes_on = bool(json or plots), True
+    with as_interruption():
+        status = _run(console, errors, workloads, list_only, runs, json, plots, source, how)
+    return _INTERRUPTED if console.reader_is_gone else status
+
+
+def _run(
+    console: Any, errors: Any, workloads: list[str], list_only: bool, runs: int, json: Path | None,
+    plots: Path | None, source: Path | None, how: dict[str, Any],
+) -> int:  # fmt: skip
+    from . import _terminal
+
     if list_only:
         shown = workloads_of(workloads or ["all"])
         _terminal.listing(console, shown, how["peers_from"])
         return 0
+    if source is not None and json is not None:
+        raise invalid("--json", repr(str(json)), "no file to write with --from, which measures nothing")
     check_writable(json, plots)
     if source is not None:
         return _show(console, _results.Results.read(source), plots)
@@ -292,11 +310,12 @@ def _interrupted(console: Any, errors: Any, found: Run, json: Path | None, plots
     if not found.runs:
         errors.print("interrupted before anything was measured; nothing is written", **_PLAIN)
         return _INTERRUPTED
-    with contextlib.suppress(KeyboardInterrupt):
+    with contextlib.suppress(KeyboardInterrupt, OSError):  # the terminal may have been closed
         _show(console, found.results(), plots)
     count = sum(len(rows) for one in found.runs for rows in one["rows"].values())
     kept = f"written to {json}" if json is not None else "shown above and, without --json, not written"
-    errors.print(f"interrupted: {count} rows were measured before, {kept}", **_PLAIN)
+    with contextlib.suppress(OSError):
+        errors.print(f"interrupted: {count} rows were measured before, {kept}", **_PLAIN)
     return _INTERRUPTED
 
 

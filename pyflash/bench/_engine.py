@@ -101,6 +101,8 @@ class Group:
         self._workloads = {w.name: w for w in workloads}
         self.rows: dict[Key, Row] = {}
         self.times: dict[Key, list[list[float]]] = {}
+        self._exact: dict[str, tuple[list[tuple[int, int, int]], Array]] = {}  # rows, and what they are
+        self._allowed: dict[Key, float] = {}
         self.num_pairs = sum(library.takes(w) for w in workloads for library in session.libraries)
 
     def measure(self) -> None:
@@ -131,7 +133,7 @@ class Group:
             return
         self._progress(0.0, f"{w.name}: inputs")
         arrays, rows = w.arrays(), checked_rows(w)
-        exact = exact_rows(w, arrays, rows)
+        self._exact[w.name] = rows, exact_rows(w, arrays, rows)
         folder = _shared_folder(sum(x.nbytes for x in arrays.values()))
         try:
             for name, x in arrays.items():
@@ -139,14 +141,12 @@ class Group:
             del arrays
             for library in takers:
                 self._progress(0.0, f"{w.name}: is {library.name} right?")
-                self.rows[w.name, library.name] = self._checked(w, library, folder, rows, exact)
+                self.rows[w.name, library.name] = self._checked(w, library, folder)
                 self._progress(0.3 / self.num_pairs, "")
         finally:
             shutil.rmtree(folder)
 
-    def _checked(
-        self, w: Workload, library: Library, folder: Path, rows: list[tuple[int, int, int]], exact: Array
-    ) -> Row:
+    def _checked(self, w: Workload, library: Library, folder: Path) -> Row:
         """Return a row without times: notes and the error, or why there are none."""
         call = {"library": library.name, "module": library.module, "option": library.option}
         try:
@@ -162,20 +162,44 @@ class Group:
                 row |= found
                 if row["allocates_output"]:
                     row["growth_bytes"] -= int(w.out_bytes)
-            shape = (w.batch, w.num_heads, w.seqlen_q, w.head_dim)
-            answer = process.ask("answer", library=library.name, name=w.name, rows=rows, shape=shape)
+            self._allowed[w.name, library.name] = tolerance(w, row.pop("requantised"))
+            row.pop("allocates_output")
+            found = self._compared(w, library, process)
+            return row | found if "error" in found else found
         except Ended as error:
             self._lost(library)
             self._fail_prepared(library)
             return {"failed": str(error)}
+
+    def _compared(self, w: Workload, library: Library, process: Process) -> Row:
+        """Let a library compute, and return its error, or what is wrong."""
+        rows, exact = self._exact[w.name]
+        shape = (w.batch, w.num_heads, w.seqlen_q, w.head_dim)
+        answer = process.ask("answer", library=library.name, name=w.name, rows=rows, shape=shape)
         if "rows" not in answer:
             return answer
         # Not max(): it may lose a NaN.
         wrong = float(np.max([largest_error(np.array(found), exact) for found in answer["rows"]]))
-        allowed = tolerance(w, row.pop("requantised"))
-        row.pop("allocates_output")
+        allowed = self._allowed[w.name, library.name]
         # Not "wrong > allowed": NaN is wrong as well.
-        return {**row, "error": wrong} if wrong <= allowed else {"wrong": wrong, "tolerance": allowed}
+        return {"error": wrong} if wrong <= allowed else {"wrong": wrong, "tolerance": allowed}
+
+    def _check_again(self, times: dict[Key, list[list[float]]]) -> None:
+        """Take the times of libraries away that are not right any more after their last turn."""
+        for key in list(times):
+            library = self._libraries[key[1]]
+            process = self._processes.get(library.process)
+            try:
+                if process is None:
+                    raise Ended(ENDED_ELSEWHERE)
+                found = self._compared(self._workloads[key[0]], library, process)
+            except Ended as error:
+                if process is not None:
+                    self._lost(library)
+                found = {"failed": str(error)}
+            if "error" not in found:
+                del times[key]
+                self.rows[key] = found
 
     def _lost(self, library: Library) -> None:
         """Forget a process that has ended: the next call starts another."""
@@ -228,6 +252,7 @@ class Group:
             times: dict[Key, list[list[float]]] = {}
             try:
                 interleave(turns, self._session.seconds * len(keys), advance, self._failed, times)
+                self._check_again(times)
             finally:
                 self.times |= times
                 self._finish(times)

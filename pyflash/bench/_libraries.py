@@ -59,6 +59,11 @@ class Library(NamedTuple):
         """The name of its process: libraries on a GPU share one, and the tensors in it."""
         return f"cuda:{self.python}:{self.path}" if self.on_device else self.name
 
+    @property
+    def imported(self) -> str:
+        """The name of what its process imports."""
+        return PEERS[self.module].modules[0] if self.module in PEERS else "pyflash"
+
     def takes(self, w: Workload) -> bool:
         """Return whether a workload is for this library at all; single calls it may still refuse."""
         if w.device and not self.on_device and not self.is_pyflash:

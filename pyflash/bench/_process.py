@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import select
 import signal
 import subprocess
 import tempfile
@@ -13,10 +14,12 @@ from typing import Any
 from ._libraries import Library
 
 Row = dict[str, Any]
+#: No call or turn of any workload takes nearly so long: a library that does hangs.
+ANSWER_SECONDS = 600.0
 
 
 class Ended(Exception):
-    """A library's process ended by itself."""
+    """A library's process ended by itself, or does not answer."""
 
 
 class Process:
@@ -51,6 +54,9 @@ class Process:
             self._process.send_signal(signal.SIGCONT)
         try:
             self._process.stdin.write(json.dumps({"do": do, **arguments}) + "\n")
+            if not select.select([self._process.stdout], [], [], ANSWER_SECONDS)[0]:
+                self._process.kill()
+                raise Ended(f"no answer in {ANSWER_SECONDS:g} seconds")
             answer = self._process.stdout.readline()
         except BrokenPipeError:
             answer = ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import statistics
@@ -12,6 +13,7 @@ from typing import Any
 
 from .._errors import invalid
 from .._runtime import cpu_name
+from ._file_format import check
 from ._limits import fraction
 from ._process import Row
 from ._workloads import WORKLOADS, Workload
@@ -49,15 +51,36 @@ def smi(*fields: str) -> dict[str, str]:
     return dict(zip(fields, values, strict=True)) if len(values) == len(fields) else {}
 
 
+def target(path: Path) -> Path:
+    """Return the file that is written for a path: what links lead to. A device or a pipe is not replaced."""
+    found = Path(os.path.realpath(path))
+    if path.is_dir():
+        raise invalid("--json", repr(str(path)), "a file, not a folder")
+    if found.is_symlink() or (path.exists() and not path.is_file()):
+        raise invalid("--json", repr(str(path)), "a regular file, or the name of a new one")
+    return found
+
+
 def save(path: Path, header: Row, runs: list[Row]) -> None:
     """Write a result file, as a whole or not at all."""
+    path = target(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        part.write_text(json.dumps({**header, "runs": runs}, indent=1) + "\n", encoding="utf-8")
+        text = json.dumps(_finite({**header, "runs": runs}), indent=1, allow_nan=False)
+        part.write_text(f"{text}\n", encoding="utf-8")
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)
+
+
+def _finite(content: Any) -> Any:
+    """Return the same with null for what JSON has no number for: the error of an answer with NaN in it."""
+    if isinstance(content, dict):
+        return {name: _finite(value) for name, value in content.items()}
+    if isinstance(content, (list, tuple)):
+        return [_finite(value) for value in content]
+    return None if isinstance(content, float) and not math.isfinite(content) else content
 
 
 def default_name(header: Row, runs: list[Row]) -> str:
@@ -83,11 +106,11 @@ class Results:
         """Read a file, or raise InvalidArgument where it is none of these."""
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
-            return cls(path.stem, content)
-        except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
-            raise invalid(
-                "--from", repr(str(path)), f"a result file ({type(error).__name__}: {error})"
-            ) from None
+            check(content)
+        except (OSError, ValueError, RecursionError) as error:
+            what = error.strerror if isinstance(error, OSError) else str(error).splitlines()[0]
+            raise invalid("--from", repr(str(path)), f"a result file ({what})") from None
+        return cls(path.stem, content)
 
     @property
     def libraries(self) -> list[str]:

@@ -103,8 +103,8 @@ class Server:
     def _module(self, name: str) -> Any:
         return importlib.import_module(f"{self._package}.calls.{name}")
 
-    def info(self, module: str) -> dict[str, Any]:
-        """Return versions, of pyflash the instruction sets, and of a GPU what it is."""
+    def info(self, module: str, imported: str = "") -> dict[str, Any]:
+        """Return versions, of pyflash the instruction sets, of a GPU what it is, and where a module lies."""
         import numpy as np
 
         calls = self._module(module)
@@ -113,7 +113,11 @@ class Server:
             found["isas"] = list(calls.pyflash.available_isas())
         if hasattr(calls, "info"):
             found |= calls.info()
-        return found
+        there = sys.modules.get(imported)
+        # A package without an __init__.py has only folders.
+        return found | {
+            "file": getattr(there, "__file__", None) or next(iter(getattr(there, "__path__", [])), "")
+        }
 
     def limits(self, module: str) -> dict[str, float]:
         """Return what the device of a module can do."""
@@ -200,7 +204,10 @@ def _die_with_parent() -> None:
 
 def main(package: str) -> None:
     """Answer commands until the input ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends this process
+    # Sent to the whole group, by Ctrl-C, a closed terminal or `timeout`: the parent ends this process.
+    for name in ("SIGINT", "SIGTERM", "SIGHUP"):
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
     _die_with_parent()
     cpus, threads = sys.argv[1:]
     if hasattr(os, "sched_setaffinity"):

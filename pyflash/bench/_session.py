@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 from collections.abc import Collection
+from pathlib import Path
 from typing import Any
 
 from .. import _c
@@ -62,7 +63,7 @@ class Session:
         process = None
         try:
             process = self.start(library)
-            found = process.ask("info", module=library.module)
+            found = process.ask("info", module=library.module, imported=library.imported)
         except (Ended, OSError) as error:
             found = {"failed": str(error)}
         finally:
@@ -70,7 +71,12 @@ class Session:
                 self.stop(process)
         if "failed" in found:
             raise NotLoaded(f"{library.name} cannot be loaded by {library.python}: {found['failed']}")
+        file = found.pop("file")
         if library.path:
+            # Where the folder lacks it, Python goes on to what is installed.
+            if Path(library.path).resolve() not in Path(file).resolve().parents:
+                where = f"{library.imported} was imported from {file or 'nowhere'}"
+                raise NotLoaded(f"{library.name}: {where}, which is not in {library.path}")
             found["commit"] = commit(library.path)
         if library.is_pyflash:
             found["backend"] = "cuda" if library.on_device else library.option

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
+import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +12,7 @@ from typing import Any
 from .. import _backends
 from .._errors import PyflashError
 from . import _libraries
+from ._engine import Key
 from ._limits import described
 from ._peers import PEERS, importable, installed
 from ._plots import label
@@ -31,16 +35,32 @@ except ModuleNotFoundError as error:
 WIDTH = 160
 
 
-def console_of(stderr: bool = False) -> Console:
+class Output(Console):
+    """Where things are shown, whose reader may go (`| head`); rich would end the process with status 1."""
+
+    #: Whether results go elsewhere as well, and are worth having without a reader.
+    goes_on = False
+    reader_is_gone = False
+
+    def on_broken_pipe(self) -> None:
+        """Write nothing any more; raise BrokenPipeError where nothing else comes of the command."""
+        self.quiet = self.reader_is_gone = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())  # Python flushes it at exit
+        if not self.goes_on:
+            raise BrokenPipeError
+
+
+def console_of(stderr: bool = False) -> Output:
     """Return where things are shown; a file or a pipe gets lines that are not cut to a window."""
-    found = Console(stderr=stderr, highlight=False)
-    return found if found.is_terminal else Console(stderr=stderr, highlight=False, width=WIDTH)
+    found = Output(stderr=stderr, highlight=False)
+    return found if found.is_terminal else Output(stderr=stderr, highlight=False, width=WIDTH)
 
 
 class Bar:
-    """The progress bar of a run. It goes to stderr, so that a table can be piped."""
+    """The progress bar of a run, in a file a line per group: on stderr, so that a table can be piped."""
 
     def __init__(self, console: Console, num_groups: int) -> None:
+        self._console, self._num_groups = console, num_groups
         self._progress = Progress(
             TextColumn("{task.percentage:>3.0f}%"),
             BarColumn(bar_width=30),
@@ -57,7 +77,8 @@ class Bar:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._progress.stop()
+        with contextlib.suppress(OSError):  # of a closed terminal; it must not hide why the run ends
+            self._progress.stop()
 
     def __call__(self, part: float, text: str) -> None:
         """Go on by a part of a group; say what is being done, if that is new."""
@@ -66,9 +87,26 @@ class Bar:
         else:
             self._progress.update(self._task, advance=part)
 
-    def group_done(self, number: int) -> None:
-        """Stand where so many groups are done, whatever was left out of them."""
+    def group_done(self, number: int, rows: dict[Key, Row]) -> None:
+        """Stand where so many groups are done, whatever was left out of them; a file gets their medians."""
         self._progress.update(self._task, completed=number)
+        if not self._console.is_terminal:
+            line = f"{number} of {self._num_groups}: {_medians(rows)}"
+            self._console.print(line, markup=False, soft_wrap=True)
+
+
+def _medians(rows: dict[Key, Row]) -> str:
+    """Return the rows of a group in one line."""
+    found: dict[str, list[str]] = {}
+    for (workload, library), row in rows.items():
+        if "median" in row:
+            word = seconds(row["median"])
+        elif "growth_bytes" in row:
+            word = f"{mebibytes(row['growth_bytes'])} MiB"
+        else:
+            word = next((name for name in ("wrong", "failed") if name in row), "-")
+        found.setdefault(workload, []).append(f"{label(library)} {word}")
+    return "; ".join(f"{workload}: {', '.join(words)}" for workload, words in found.items())
 
 
 def _shortened(text: str, length: int) -> str:
@@ -169,7 +207,8 @@ def notes(results: Results) -> Iterator[str]:
 
 def _reason(row: Row) -> str:
     if "wrong" in row:
-        return f"WRONG by {row['wrong']:.2g} of the largest element, {row.get('tolerance', 0):.2g} allowed"
+        wrong = math.nan if row["wrong"] is None else row["wrong"]  # JSON has no NaN
+        return f"WRONG by {wrong:.2g} of the largest element, {row.get('tolerance', 0):.2g} allowed"
     return f"FAILED: {row['failed']}" if "failed" in row else str(row.get("unsupported", ""))
 
 
