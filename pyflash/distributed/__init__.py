@@ -7,6 +7,8 @@ Messages are MPI's, through mpi4py (extra ``mpi``), or those of any object with 
 
 from ._agreement import RankFailed
 from ._communicator import Communicator, communicator
+from ._decode import context_parallel_decode
+from ._heads import head_parallel_attention
 from ._ring import ring_attention
 from ._shards import positions, shard, unshard
 
@@ -14,6 +16,8 @@ __all__ = [
     "Communicator",
     "RankFailed",
     "communicator",
+    "context_parallel_decode",
+    "head_parallel_attention",
     "positions",
     "ring_attention",
     "shard",

@@ -125,8 +125,7 @@ def unshard(
     where = layout(schedule, lengths, "shards")
     gathered = _joined(list(shards), axis)
     order = np.argsort(np.concatenate([where.places(rank) for rank in range(where.size)]), kind="stable")
-    before = (slice(None),) * (axis % len(gathered.shape))
-    whole = gathered[(*before, _index(order, gathered))]
+    whole = rows_at(gathered, order, axis)
     return whole if cu_seqlens is None else (whole, np.concatenate([[0], np.cumsum(where.totals)]))
 
 
@@ -191,9 +190,11 @@ def _joined(parts: list[Any], axis: int) -> Any:
     return join(parts, axis)
 
 
-def _index(order: Array, like: Any) -> Any:
-    """Return the numbers of tokens as an index into an array of its library."""
-    if isinstance(like, np.ndarray):
-        return order
-    library = sys.modules[type(like).__module__.partition(".")[0]]
-    return library.asarray(order, device=like.device) if library.__name__ == "torch" else library.asarray(order)
+def rows_at(x: Any, numbers: Array, axis: int = 0) -> Any:
+    """Return a new array of some tokens of an axis, in the order of their numbers."""
+    index: Any = numbers
+    if not isinstance(x, np.ndarray):
+        library = sys.modules[type(x).__module__.partition(".")[0]]
+        where = dict(device=x.device) if library.__name__ == "torch" else {}
+        index = library.asarray(numbers, **where)
+    return x[(*(slice(None),) * (axis % len(x.shape)), index)]
