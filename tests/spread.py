@@ -67,7 +67,11 @@ _SPECS: dict[str, tuple[dict[str, Any], bool]] = {
     "packed full": (dict(seqlens=([13, 30], [13, 30])), False),
     "packed uneven": (dict(seqlens=([17, 12, 20], [17, 12, 20]), causal=True, window=(8, 0)), True),
     "packed slopes": (
-        dict(seqlens=([7, 0, 20], [9, 5, 22]), causal=True, alibi_slopes=np.stack([SLOPES, SLOPES[::-1], SLOPES])),
+        dict(
+            seqlens=([7, 0, 20], [9, 5, 22]),
+            causal=True,
+            alibi_slopes=np.stack([SLOPES, SLOPES[::-1], SLOPES]),
+        ),
         False,
     ),
     "spans": (dict(seqlen_q=40, seqlen_kv=40, causal=True, spans=pyflash.spans.chunked(40, 40, 16)), True),
@@ -127,7 +131,9 @@ def result(comm: Any, name: str, schedule: str, function: str = "ring", **more: 
         if cu[which] is not None:
             options[f"cu_seqlens_{which}"] = cut[1]
     if "spans" in options:
-        rows = [np.broadcast_to(end, (*end.shape[:-1], call.arrays["q"].shape[axis])) for end in options["spans"]]
+        rows = [
+            np.broadcast_to(end, (*end.shape[:-1], call.arrays["q"].shape[axis])) for end in options["spans"]
+        ]
         options["spans"] = tuple(shard(end, **how, axis=-1, lengths=lengths["q"]) for end in rows)
     options = dict(num_threads=1) | options | more
     got = FUNCTIONS[function](**arrays, comm=comm, schedule=schedule, return_lse=True, **options)
@@ -139,7 +145,9 @@ def whole(results: list[Any], name: str, schedule: str) -> tuple[np.ndarray, np.
     axis = -2 if call_of(name).options.get("layout") == "bhsd" else -3
     cu = [one[2] for one in results]
     if cu[0] is None:
-        return tuple(unshard([one[i] for one in results], schedule=schedule, axis=a) for i, a in enumerate((axis, -1)))
+        return tuple(
+            unshard([one[i] for one in results], schedule=schedule, axis=a) for i, a in enumerate((axis, -1))
+        )
     return tuple(
         unshard([one[i] for one in results], schedule=schedule, axis=a, cu_seqlens=cu)[0]
         for i, a in enumerate((-3, -1))
@@ -186,7 +194,9 @@ def decode(comm: Any, name: str, *, uneven: bool = False, **more: Any) -> Any:
         lengths = np.zeros(comm.size, np.int64)
         lengths[-1] = total
         if comm.size > 2:
-            lengths[1:] = np.random.default_rng(comm.size).multinomial(total, np.full(comm.size - 1, 1 / (comm.size - 1)))
+            lengths[1:] = np.random.default_rng(comm.size).multinomial(
+                total, np.full(comm.size - 1, 1 / (comm.size - 1))
+            )
     how = dict(schedule="contiguous", axis=axis, lengths=lengths)
     keys = [shard(call.arrays[x], comm.rank, comm.size, **how) for x in "kv"]
     options = dict(num_threads=1) | call.options | more

@@ -242,7 +242,11 @@ def test_a_wrong_argument_on_one_rank_is_everybodys_error(function):
 @pytest.mark.parametrize(
     ("option", "values", "message"),
     [
-        ("softcap", (2.0, 3.0), "softcap: found 2.0 on rank 0 and 3.0 on rank 1, expected the same everywhere"),
+        (
+            "softcap",
+            (2.0, 3.0),
+            "softcap: found 2.0 on rank 0 and 3.0 on rank 1, expected the same everywhere",
+        ),
         ("window", ((3, 0), None), r"window: found (3, 0) on rank 0 and None on rank 1"),
         ("scale", (0.5, 0.25), "scale: found 0.5 on rank 0 and 0.25 on rank 1"),
         ("sinks", (np.zeros(4), np.ones(4)), "sinks: found an array of shape (4,)"),
@@ -276,7 +280,9 @@ def test_shapes_that_differ(function):
 
 def test_stripes_have_their_lengths():
     def work(comm):
-        parts = [shard(x, comm.rank, 2, schedule="contiguous", lengths=np.array([5, 19])) for x in _arrays(24)]
+        parts = [
+            shard(x, comm.rank, 2, schedule="contiguous", lengths=np.array([5, 19])) for x in _arrays(24)
+        ]
         return ring_attention(*parts, comm=comm, schedule="stripe")
 
     errors = errors_of(2, work)
@@ -343,14 +349,16 @@ def test_a_decode_kernel_that_fails_is_everybodys_error(monkeypatch):
         errors = errors_of(
             2,
             lambda c: context_parallel_decode(
-                *(x[:, : 3 + c.rank] if x is not q else q for x in (q, k, v)), comm=c, **options  # noqa: B023
+                *(x[:, : 3 + c.rank] if x is not q else q for x in (q, k, v)),
+                comm=c,
+                **options,  # noqa: B023
             ),
         )
         assert {str(error) for error in errors} == {"no scratch (on rank 0)"}
 
 
 def test_what_is_no_communicator():
-    with pytest.raises(pyflash.InvalidArgument, match="comm: found 3 .*expected a communicator of mpi4py"):
+    with pytest.raises(pyflash.InvalidArgument, match=r"comm: found 3 .*expected a communicator of mpi4py"):
         communicator(3)
 
 

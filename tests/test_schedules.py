@@ -1,4 +1,4 @@
-"""Who holds which tokens, which keys have to travel, and in which order states are merged: without any rank."""
+"""Who holds which tokens, which keys travel, in which order states are merged: without any rank."""
 
 from __future__ import annotations
 
@@ -94,7 +94,10 @@ def test_views_where_tokens_lie_evenly():
         (dict(schedule="ring"), r"schedule: found 'ring'.*'zigzag'"),
         (dict(lengths=np.array([4, 4, 4])), r"lengths: found \[12\] tokens over all ranks.*\[10\]"),
         (dict(lengths=np.array([5, 5])), r"lengths: found shape \(2, 1\), expected shape \(3, 1\)"),
-        (dict(schedule="stripe", lengths=np.array([2, 4, 4])), r"lengths: found 2 of 10 tokens on rank 0 of 3"),
+        (
+            dict(schedule="stripe", lengths=np.array([2, 4, 4])),
+            r"lengths: found 2 of 10 tokens on rank 0 of 3",
+        ),
         (dict(cu_seqlens=np.array([0, 9])), r"cu_seqlens\[-1\]: found 9, expected 10"),
     ],
 )
@@ -239,7 +242,9 @@ def test_ranks_that_saw_nothing_are_neutral(size):
         tree = RankTree(size, lambda left, right: left + right)
         for rank in reversed(range(size)):
             tree.add(rank, None if empty[rank] else [rank])
-        assert sum(tree.rest(), []) == [rank for rank in range(size) if not empty[rank]]
+        assert [rank for state in tree.rest() for rank in state] == [
+            rank for rank in range(size) if not empty[rank]
+        ]
 
 
 def test_few_states_wait():

@@ -1,8 +1,9 @@
 """Attention of sequences that are spread over ranks: each rank holds some of the tokens.
 
 `ring_attention` lets keys and values go round, `head_parallel_attention` exchanges tokens for heads, and
-`context_parallel_decode` decodes over a cache that is spread. `shard`, `unshard` and `positions` say who holds what.
-Messages are MPI's, through mpi4py (extra ``mpi``), or those of any object with the methods of `Communicator`.
+`context_parallel_decode` decodes over a cache that is spread. `shard`, `unshard` and `positions` say who
+holds what. Messages are MPI's, through mpi4py (extra ``mpi``), or those of any object with the methods of
+`Communicator`.
 """
 
 from ._agreement import RankFailed

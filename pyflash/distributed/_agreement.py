@@ -75,7 +75,8 @@ def check_same(facts: list[dict[str, Any]]) -> None:
     for name, first in facts[0].items():
         for rank, other in enumerate(facts):
             if other[name] != first:
-                raise invalid(name, f"{first} on rank 0 and {other[name]} on rank {rank}", "the same everywhere")
+                found = f"{first} on rank 0 and {other[name]} on rank {rank}"
+                raise invalid(name, found, "the same everywhere")
 
 
 def fact_of(x: Any) -> Any:
@@ -83,5 +84,5 @@ def fact_of(x: Any) -> Any:
     if x is None or isinstance(x, (bool, int, float, str, tuple)):
         return x
     array = np.ascontiguousarray(on_host(x))
-    digest = hashlib.sha256(array.reshape(-1).view(np.uint8)).hexdigest()[:8]
+    digest = hashlib.sha256(array.tobytes()).hexdigest()[:8]
     return f"an array of shape {array.shape} and dtype {array.dtype} ({digest})"

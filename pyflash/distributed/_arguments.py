@@ -8,11 +8,12 @@ import numpy as np
 
 from .. import _api
 from .._arrays import on_host
+from .._checks import choice
 from .._description import Array
-from .._errors import unsupported
+from .._errors import invalid, unsupported
 from ._agreement import fact_of
 from ._communicator import Communicator
-from ._schedules import SCHEDULES, Layout, choice, layout
+from ._schedules import SCHEDULES, Layout, layout
 from ._visible import Mask
 
 #: Options that have to be the same on all ranks. What a rank does by itself (threads, an instruction set, a
@@ -58,8 +59,10 @@ class Arguments(NamedTuple):
 
     def layouts(self, everyone: list[Any]) -> tuple[Layout, Layout]:
         """Return where queries and keys lie, of what all ranks said about their lengths."""
-        pairs = (("q", [one["lengths"][0] for one in everyone]), ("k", [one["lengths"][1] for one in everyone]))
-        queries, keys = (layout(self.schedule, np.array(n, np.int64).reshape(len(n), -1), x) for x, n in pairs)
+        queries, keys = (
+            layout(self.schedule, np.array([one["lengths"][i] for one in everyone], np.int64), name)
+            for i, name in enumerate(("q", "k"))
+        )
         return queries, keys
 
     def finished(self, comm: Communicator, out: Any, lse: Any, like: Any, return_lse: bool) -> Any:
@@ -84,7 +87,8 @@ def arguments(comm: Communicator, q: Any, k: Any, v: Any, options: dict[str, Any
     for name in ("alibi_slopes", "sinks", "cu_seqlens_q", "cu_seqlens_kv", "k_scale", "v_scale"):
         options[name] = comm.see(name, options[name])
     _check(q, k, v, options)
-    cu_seqlens = [None if x is None else on_host(x) for x in map(options.get, ("cu_seqlens_q", "cu_seqlens_kv"))]
+    cu_seqlens = [options["cu_seqlens_q"], options["cu_seqlens_kv"]]
+    cu_seqlens = [None if x is None else on_host(x) for x in cu_seqlens]
     bhsd = options["layout"] == "bhsd" and len(q.shape) > 2 and cu_seqlens[0] is None
     squeezed = len(q.shape) == 2
     if bhsd:
@@ -120,7 +124,8 @@ def arguments(comm: Communicator, q: Any, k: Any, v: Any, options: dict[str, Any
 def _check(q: Any, k: Any, v: Any, options: dict[str, Any]) -> None:
     """Let pyflash check the arguments as those of a call on this rank's tokens alone."""
     packed = options["cu_seqlens_q"] is not None or options["cu_seqlens_kv"] is not None
-    checked = {name: x for name, x in options.items() if name not in ("schedule", "cu_seqlens_q", "cu_seqlens_kv")}
+    own = ("schedule", "cu_seqlens_q", "cu_seqlens_kv")
+    checked = {name: x for name, x in options.items() if name not in own}
     for name in ("k_scale", "v_scale"):
         if len(getattr(options[name], "shape", ())) > 1:
             instead = "give a number or one per head"
@@ -129,8 +134,6 @@ def _check(q: Any, k: Any, v: Any, options: dict[str, Any]) -> None:
         checked.pop("layout")
         checked.update(cu_seqlens_q=options["cu_seqlens_q"], cu_seqlens_kv=options["cu_seqlens_kv"])
         if options["cu_seqlens_kv"] is None:
-            from .._errors import invalid
-
             raise invalid("cu_seqlens_kv", "None", "prefix sums beside cu_seqlens_q")
     _api.explain(q, k, v, **checked)
 
@@ -138,9 +141,9 @@ def _check(q: Any, k: Any, v: Any, options: dict[str, Any]) -> None:
 def _facts(q: Any, k: Any, v: Any, lengths: list[tuple[int, ...]], options: dict[str, Any]) -> dict[str, Any]:
     def heads(x: Any) -> str:
         batch = f"batch {x.shape[0]}, " if len(x.shape) == 4 else ""
-        return f"{batch}{x.shape[-2]} heads of width {x.shape[-1]}, dtype {dtype_name(x)}, {len(x.shape)} axes"
+        return f"{batch}{x.shape[-2]} heads of width {x.shape[-1]}, dtype {dtype_name(x)}"
 
-    facts: dict[str, Any] = {"q": heads(q), "k": heads(k), "v": heads(v)}
+    facts: dict[str, Any] = {"number of axes": len(q.shape), "q": heads(q), "k": heads(k), "v": heads(v)}
     facts["cu_seqlens_q"] = f"{len(lengths[0])} sequences"
     facts["cu_seqlens_kv"] = f"{len(lengths[1])} sequences"
     facts["spans"] = "None" if options["spans"] is None else "spans"

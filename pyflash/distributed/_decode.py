@@ -29,6 +29,8 @@ _FOR_KERNELS = (
     *("scale", "softcap", "k_scale", "v_scale", "kv_dtype", "seq_lens", "num_threads", "isa", "backend"),
 )
 
+_ARRAYS = ("seq_lens", "block_table", "kv_start", "alibi_slopes", "sinks", "q_offset")
+
 #: Bytes of a digest of the arguments, and whether they are in order.
 _GREETING_BYTES = 40
 
@@ -187,7 +189,7 @@ class _Call(NamedTuple):
 def _call(comm: Communicator, q: Any, k: Any, v: Any, options: dict[str, Any]) -> _Call:
     """Check the arguments of a rank, and make room for the states of all."""
     q, k, v = (comm.see(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
-    for name in ("seq_lens", "block_table", "kv_start", "alibi_slopes", "sinks", "q_offset", "k_scale", "v_scale"):
+    for name in (*_ARRAYS, "k_scale", "v_scale"):
         options[name] = comm.see(name, options[name])
     _check(q, k, v, options)
     is_paged = options["block_table"] is not None
@@ -229,7 +231,8 @@ def _check(q: Any, k: Any, v: Any, options: dict[str, Any]) -> None:
             raise invalid("q_offset", "None", "the position of the first query, beside kv_start")
         start = np.asarray(on_host(options["kv_start"]))
         if start.dtype.kind not in "iu" or start.ndim > 1:
-            raise invalid("kv_start", f"an array of shape {start.shape} and dtype {start.dtype}", "(batch,) integers")
+            found = f"an array of shape {start.shape} and dtype {start.dtype}"
+            raise invalid("kv_start", found, "(batch,) integers")
     _api.explain(q, k, v, **checked)
 
 

@@ -44,8 +44,8 @@ def head_parallel_attention(
 ) -> Any:
     """Attention of a sequence that is spread over ranks; each rank computes some of the heads.
 
-    Tokens are exchanged for heads, all to all: a rank gets all tokens of ``num_heads / size`` query heads and of
-    their key/value heads. It computes them as one process would, and sends each rank the rows of its tokens.
+    Tokens are exchanged for heads, all to all: a rank gets all tokens of ``num_heads / size`` query heads
+    and of their key/value heads. It computes them as one process would, and sends each rank its rows.
 
     Parameters
     ----------
@@ -78,9 +78,9 @@ def head_parallel_attention(
 
     Notes
     -----
-    All keys are summed in one process, so that where each rank's query heads have whole groups the bits are those
-    of one process. Where ranks share a key/value head, each gets a copy. Memory per rank falls as 1/ranks too, but
-    no further than one head of the whole sequence.
+    All keys of a row are summed in one process, so that bits are those of one process where a rank has whole
+    groups of query heads. Where ranks share a key/value head, each gets a copy. Memory per rank falls as
+    1/ranks too, but no further than one head of the whole sequence.
 
     References
     ----------
@@ -128,7 +128,7 @@ def heads_of(rank: int, size: int, num_heads: int, num_kv_heads: int) -> _Heads:
 
 
 class _Exchange:
-    """One call on one rank. Arrays that travel have tokens on their first axis, and the batch, if any, behind."""
+    """One call on one rank. Arrays that travel have tokens on their first axis, and any batch behind."""
 
     def __init__(self, comm: Communicator, call: Arguments, layouts: tuple[Layout, Layout]) -> None:
         self._comm, self._call, self._layouts = comm, call, layouts
@@ -137,7 +137,7 @@ class _Exchange:
         self._heads = [heads_of(rank, comm.size, num_heads, num_kv_heads) for rank in range(comm.size)]
         mine = self._heads[comm.rank]
         queries, keys = layouts
-        #: Array of this rank, its layout, the heads of each rank, and the same of all ranks for the heads here.
+        #: Array of this rank, its layout, the heads of each rank, and all ranks' tokens for the heads here.
         self._gathered = [
             (x, where, heads, self._empty(x, int(where.totals.sum()), len(heads[comm.rank])))
             for x, where, heads in (
@@ -201,8 +201,10 @@ class _Exchange:
         calls = [heads]
         if len(heads.q) != self._group * len(heads.kv) and len(heads.kv) > 1:  # groups that are cut
             calls = [
-                _Heads(range(max(heads.q.start, h * self._group), min(heads.q.stop, (h + 1) * self._group)),
-                       range(h, h + 1))
+                _Heads(
+                    range(max(heads.q.start, h * self._group), min(heads.q.stop, (h + 1) * self._group)),
+                    range(h, h + 1),
+                )
                 for h in heads.kv
             ]
         for part in calls:
@@ -214,7 +216,8 @@ class _Exchange:
 
     def _attend(self, q: Any, k: Any, v: Any, heads: _Heads, given: dict[str, Any]) -> Any:
         options = {**self._call.kernel, "causal": given["causal"], "window": given["window"]}
-        for name, of in (("sinks", heads.q), ("alibi_slopes", heads.q), ("k_scale", heads.kv), ("v_scale", heads.kv)):
+        kinds = dict(sinks=heads.q, alibi_slopes=heads.q, k_scale=heads.kv, v_scale=heads.kv)
+        for name, of in kinds.items():
             value = given[name]
             options[name] = value[..., of.start : of.stop] if getattr(value, "shape", ()) else value
         options.update(
@@ -233,7 +236,7 @@ class _Exchange:
         """Exchange heads for tokens, and return the result of this rank's rows."""
         comm, (queries, _) = self._comm, self._layouts
         sends, receives = [], []
-        for rank, heads in enumerate(self._heads):
+        for rank in range(comm.size):
             rows = [rows_at(x, queries.places(rank)) for x in self._whole]
             if rank == comm.rank:
                 for place, x in zip(self._parts[rank], rows, strict=True):

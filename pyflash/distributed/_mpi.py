@@ -62,11 +62,12 @@ class MpiCommunicator:
 
         if comm == MPI.COMM_NULL or not isinstance(comm, MPI.Intracomm):
             raise invalid("comm", describe(comm), "an intracommunicator of mpi4py that this process is in")
-        found = comm.Get_attr(_key())
-        if found is None:
-            found = cls(comm)
-            comm.Set_attr(_key(), found)
-        return found  # type: ignore[no-any-return]
+        known = comm.Get_attr(_key())
+        if isinstance(known, cls):
+            return known
+        made = cls(comm)
+        comm.Set_attr(_key(), made)
+        return made
 
     @property
     def rank(self) -> int:
@@ -106,9 +107,7 @@ class MpiCommunicator:
         """Start to gather an array of every rank."""
         return _Requests([self.comm.Iallgather(_bytes(mine), _bytes(everyone))], (mine, everyone))
 
-    def start(
-        self, sends: Sequence[tuple[Array, int]], receives: Sequence[tuple[Array, int]]
-    ) -> _Requests:
+    def start(self, sends: Sequence[tuple[Array, int]], receives: Sequence[tuple[Array, int]]) -> _Requests:
         """Post receives, then sends."""
         requests = [self.comm.Irecv(_bytes(array), source=rank) for array, rank in receives if array.size]
         requests += [self.comm.Isend(_bytes(array), dest=rank) for array, rank in sends if array.size]

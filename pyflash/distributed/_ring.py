@@ -179,7 +179,7 @@ class _Ring:
         return int(self._layouts[1].lengths[rank].sum())
 
     def _is_packed_first(self) -> bool:
-        """Return whether this rank's keys have to be copied before they can be sent, because of their strides."""
+        """Return whether this rank's keys have gaps and are copied before they can be sent."""
         contiguous = all(_is_contiguous(_by_token(x)) for x in (self._call.k, self._call.v))
         return len(self._outgoing[0]) > 0 and not contiguous
 

@@ -28,13 +28,13 @@ def even_lengths(totals: Array, size: int) -> Array:
 class Layout(NamedTuple):
     """Where the tokens of every sequence lie.
 
-    Piece ``p`` of a sequence ``b`` on rank ``r`` has the positions ``start[p, r, b] + step * i`` for
-    ``i < count[p, r, b]``, and pieces follow one another in a rank's memory.
+    Piece ``p`` of a sequence ``b`` on rank ``r`` has the positions ``starts[p, r, b] + step * i`` for
+    ``i < counts[p, r, b]``, and pieces follow one another in a rank's memory.
     """
 
     lengths: Array  # (size, num_sequences)
-    start: Array  # (num_pieces, size, num_sequences)
-    count: Array
+    starts: Array  # (num_pieces, size, num_sequences)
+    counts: Array
     step: int
 
     @property
@@ -57,13 +57,14 @@ class Layout(NamedTuple):
 
         Both ``(num_sequences, num_pieces)``.
         """
-        return self.start[:, rank].T, self.count[:, rank].T
+        return self.starts[:, rank].T, self.counts[:, rank].T
 
     def positions(self, rank: int) -> Array:
         """Return the position of each of the rank's tokens in its sequence."""
         start, count = (x.reshape(-1) for x in self.pieces(rank))
         first = np.repeat(np.cumsum(count) - count, count)
-        return np.repeat(start, count) + self.step * (np.arange(first.size) - first)
+        positions: Array = np.repeat(start, count) + self.step * (np.arange(first.size) - first)
+        return positions
 
     def sequence_of(self, rank: int) -> Array:
         """Return the sequence of each of the rank's tokens."""
@@ -72,11 +73,12 @@ class Layout(NamedTuple):
     def places(self, rank: int) -> Array:
         """Return where the rank's tokens lie in the whole packed array."""
         first = np.cumsum(self.totals) - self.totals
-        return first[self.sequence_of(rank)] + self.positions(rank)
+        places: Array = first[self.sequence_of(rank)] + self.positions(rank)
+        return places
 
     def count_below(self, rank: int, sequence: Any, position: Array) -> Array:
         """Return how many of the rank's tokens of a sequence lie below a position, elementwise."""
-        start, count = self.start[:, rank, sequence], self.count[:, rank, sequence]
+        start, count = self.starts[:, rank, sequence], self.counts[:, rank, sequence]
         below = np.zeros(np.broadcast_shapes(position.shape, start.shape[1:]), np.int64)
         for first, num in zip(start, count, strict=True):
             below += np.clip(-((first - position) // self.step), 0, num)
@@ -115,12 +117,13 @@ def layout(schedule: str, lengths: Array, name: str = "lengths") -> Layout:
         return Layout(lengths, np.stack([start, back]), np.stack([first, second]), 1)
     wrong = np.argwhere(lengths != even_lengths(lengths.sum(axis=0), size))
     if wrong.size:
-        rank, b = (int(x) for x in wrong[0])
-        want = int(even_lengths(lengths.sum(axis=0), size)[rank, b])
+        at, b = (int(x) for x in wrong[0])
+        total = int(lengths[:, b].sum())
+        want = int(even_lengths(lengths.sum(axis=0), size)[at, b])
         raise invalid(
             name,
-            f"{int(lengths[rank, b])} of {int(lengths[:, b].sum())} tokens on rank {rank} of {size} (sequence {b})",
-            f"{want}, the positions p with p % {size} == {rank}; zigzag and contiguous take any lengths",
+            f"{int(lengths[at, b])} of {total} tokens on rank {at} of {size} (sequence {b})",
+            f"{want}, the positions p with p % {size} == {at}; zigzag and contiguous take any lengths",
         )
-    rank = np.arange(size)[:, np.newaxis] + np.zeros_like(lengths)
-    return Layout(lengths, rank[np.newaxis], lengths[np.newaxis], size)
+    ranks = np.arange(size)[:, np.newaxis] + np.zeros_like(lengths)
+    return Layout(lengths, ranks[np.newaxis], lengths[np.newaxis], size)

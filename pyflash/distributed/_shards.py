@@ -69,17 +69,22 @@ def shard(
     start, count = where.pieces(rank)
     first = np.cumsum(where.totals) - where.totals
     begins = [int(n) for n in (start + first[:, np.newaxis]).reshape(-1)]
-    before = (slice(None),) * (axis % len(x.shape))
+    before: tuple[Any, ...] = (slice(None),) * (axis % len(x.shape))
     parts = [
-        x[(*before, slice(begin, begin + (num - 1) * where.step + 1, where.step) if num else slice(0, 0))]
+        x[before + (slice(begin, begin + (num - 1) * where.step + 1, where.step),)]  # noqa: RUF005
         for begin, num in zip(begins, count.reshape(-1).tolist(), strict=True)
+        if num
     ]
-    cut = _joined([part for part in parts if part.shape[axis]] or parts[:1] or [x[(*before, slice(0, 0))]], axis)
+    cut = _joined(parts or [x[before + (slice(0, 0),)]], axis)  # noqa: RUF005
     return cut if cu_seqlens is None else (cut, where.borders(rank))
 
 
 def unshard(
-    shards: Sequence[Any], *, schedule: str = "zigzag", axis: int = -3, cu_seqlens: Sequence[Any] | None = None
+    shards: Sequence[Any],
+    *,
+    schedule: str = "zigzag",
+    axis: int = -3,
+    cu_seqlens: Sequence[Any] | None = None,
 ) -> Any:
     """Return the whole array whose shards are given, those of all ranks in their order.
 
@@ -197,4 +202,5 @@ def rows_at(x: Any, numbers: Array, axis: int = 0) -> Any:
         library = sys.modules[type(x).__module__.partition(".")[0]]
         where = dict(device=x.device) if library.__name__ == "torch" else {}
         index = library.asarray(numbers, **where)
-    return x[(*(slice(None),) * (axis % len(x.shape)), index)]
+    before: tuple[Any, ...] = (slice(None),) * (axis % len(x.shape))
+    return x[before + (index,)]  # noqa: RUF005

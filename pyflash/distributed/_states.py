@@ -101,9 +101,7 @@ class States:
             for i, part in enumerate((left.at(first, last), right.at(first - begin, last - begin))):
                 pair.out[i, ...] = part.out
                 pair.lse[i, ...] = part.lse
-            left.put(
-                first, last, *_api_cache.merge_states(pair.out, pair.lse, backend=self._call.backend)
-            )
+            left.put(first, last, *_api_cache.merge_states(pair.out, pair.lse, backend=self._call.backend))
 
     def merged(self, left: State, right: State) -> State:
         """Return the merge of two states, which are used up."""

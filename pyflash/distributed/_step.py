@@ -11,7 +11,6 @@ from .. import _api
 from .._description import Array
 from . import _ranges
 from ._arguments import Arguments
-from ._communicator import Communicator
 from ._schedules import Layout
 from ._states import State, States
 from ._visible import Rows
@@ -109,7 +108,11 @@ class Steps:
             options = {}
         state = self._states.new()
         _, lse = _api.flash_attention_varlen(
-            *(self._call.q, held.k, held.v, self._queries.borders(self._rank), cu_seqlens_kv),
+            self._call.q,
+            held.k,
+            held.v,
+            self._queries.borders(self._rank),
+            cu_seqlens_kv,
             **self._call.kernel,
             **options,
             out=state.out,
@@ -119,7 +122,7 @@ class Steps:
         return state
 
     def _with_slopes(self, held: Held) -> Iterator[Part]:
-        """Yield calls of pieces against pieces, inside of which distances of tokens say those of positions."""
+        """Yield calls of pieces against pieces, in which distances of tokens say those of positions."""
         lo, hi = self._rows.on(self._keys, held.rank)
         row_counts = self._queries.pieces(self._rank)[1]
         key_starts, key_counts = self._keys.pieces(held.rank)
@@ -131,9 +134,9 @@ class Steps:
                 for piece in range(b * row_counts.shape[1], (b + 1) * row_counts.shape[1]):
                     span = slice(int(rows[piece]), int(rows[piece + 1]))
                     if span.start < span.stop and num_keys:
-                        limits = [np.clip(x[:, span] - token, 0, num_keys) for x in (lo, hi)]
+                        first_key, end = (np.clip(x[:, span] - token, 0, num_keys) for x in (lo, hi))
                         place = _Place(held.ranges, int(first[b]) + token, int(start), self._keys.step)
-                        yield from _sides(*limits, span.start, self._rows.position[:, span], place)
+                        yield from _sides(first_key, end, span.start, self._rows.position[:, span], place)
                 token += int(num_keys)
 
     def _run(self, held: Held, parts: Iterator[Part]) -> State | None:
@@ -166,7 +169,9 @@ class Steps:
                 slopes = slopes[int(self._rows.sequence[begin])]
             options["alibi_slopes"] = slopes * self._keys.step
         _, lse = _api.flash_attention(
-            *(call.q[..., begin:end, :, :], held.k[..., first:last, :, :], held.v[..., first:last, :, :]),
+            call.q[..., begin:end, :, :],
+            held.k[..., first:last, :, :],
+            held.v[..., first:last, :, :],
             **call.kernel,
             **options,
             out=target.out,
@@ -230,9 +235,9 @@ def _one_call(
 def _sides(lo: Array, hi: Array, row: int, position: Array, place: _Place) -> Iterator[Part]:
     """Yield the calls of a piece of rows against a piece of keys, with the positions' distances.
 
-    Of stripes every `step`-th position lies here: a distance is a whole number of steps and less than one step
-    more, for keys up to the row, or less, for keys behind it. That is the same for all pairs on one side, and
-    so it is one number, added to the log-sum-exp.
+    Of stripes every `step`-th position lies here: a distance is a whole number of steps, and less than one
+    step more, for keys up to the row, or less, for keys behind it. That is the same for all pairs on one
+    side, and so it is one number, added to the log-sum-exp.
     """
     if place.step == 1:
         yield from _one_call(lo, hi, row, place, position)

@@ -1,8 +1,8 @@
 """The order in which the states of ranks are merged: a fixed tree over rank numbers.
 
 The tree is that of `pyflash.merge_states`, ((0, 1), (2, 3)) and so on, an odd one passing up. Two states are
-merged as soon as both are there, whichever came first, so that few of them wait at a time, and what the tree is
-does not depend on the order in which they come.
+merged as soon as both are there, whichever came first, so that few of them wait at a time: at most
+``2 log2(size)``, the new one included, in the order in which the ring brings them.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ class Rows(NamedTuple):
     group: Array  # (rows,) rows of one piece of one sequence have one number, which rises along the rows
 
     def on(self, keys: Layout, rank: int) -> tuple[Array, Array]:
-        """Return the same as a span of another rank's keys of the row's sequence; empty ones are rising too."""
+        """Return the span of another rank's keys of the row's sequence; empty ones are rising too."""
         lo = keys.count_below(rank, self.sequence, self.lo)
         return lo, np.maximum(lo, keys.count_below(rank, self.sequence, self.hi))
 

@@ -20,7 +20,15 @@ HERE = Path(__file__).parent
 def main() -> int:
     os.environ["PYFLASH_TEST_MPI"] = "1"
     sys.path.insert(0, str(HERE.parent))
-    arguments = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", f"--rootdir={HERE.parents[1]}", *sys.argv[1:]]
+    arguments = [
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:xdist",
+        f"--rootdir={HERE.parents[1]}",
+        *sys.argv[1:],
+    ]
     arguments.append(str(HERE / "test_ranks.py"))
     if MPI.COMM_WORLD.rank == 0:
         return int(pytest.main(arguments))

@@ -40,20 +40,13 @@ def run(text: str, tmp_path: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
 
 
-@pytest.mark.parametrize(
-    ("death", "message"),
-    [
-        ("os.kill(os.getpid(), signal.SIGKILL)", "KILLED BY SIGNAL: 9"),
-        ("os.abort()", "Aborted"),
-        ("os._exit(3)", "EXIT CODE: 3"),
-    ],
-)
-def test_a_rank_that_dies_ends_the_job(death, message, tmp_path):
+@pytest.mark.parametrize("death", ["os.kill(os.getpid(), signal.SIGKILL)", "os.abort()", "os._exit(3)"])
+def test_a_rank_that_dies_ends_the_job(death, tmp_path):
     begin = time.monotonic()
     job = run(JOB.format(death=death), tmp_path)
     assert time.monotonic() - begin < SECONDS / 2
     assert job.returncode != 0 and "not reached" not in job.stdout
-    assert message in job.stdout + job.stderr
+    assert "BAD TERMINATION OF ONE OF YOUR APPLICATION PROCESSES" in job.stdout + job.stderr
 
 
 def test_an_error_ends_the_job_with_its_message_on_all_ranks(tmp_path):

@@ -69,8 +69,8 @@ def _arrays(length, *, heads=(4, 2, 2), width=8):
 def test_memory_falls_with_the_number_of_ranks(comm):
     """NumPy's memory at its highest, beside the shards, is that of a share of the sequence."""
     length = 1 << 15
-    parts = [shard(x, comm.rank, comm.size) for x in _arrays(length // comm.size * comm.size, heads=(8, 8, 8))]
-    parts = [np.ascontiguousarray(x) for x in parts]
+    arrays = _arrays(length // comm.size * comm.size, heads=(8, 8, 8))
+    parts = [np.ascontiguousarray(shard(x, comm.rank, comm.size)) for x in arrays]
     ring_attention(*(x[:, :8] for x in parts), comm=comm, causal=True, num_threads=1)  # first uses
     tracemalloc.start()
     ring_attention(*parts, comm=comm, causal=True, num_threads=1)
@@ -151,5 +151,5 @@ def test_a_part_of_the_ranks(comm):
 def test_an_intercommunicator_is_refused(comm):
     from mpi4py import MPI
 
-    with pytest.raises(pyflash.InvalidArgument, match="comm: found .*expected an intracommunicator"):
+    with pytest.raises(pyflash.InvalidArgument, match=r"comm: found .*expected an intracommunicator"):
         communicator(MPI.COMM_NULL)
