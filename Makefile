@@ -90,6 +90,7 @@ test-mpi: export OMP_NUM_THREADS = 1
 test-mpi: export OPENBLAS_NUM_THREADS = 1
 test-mpi: $(VENV)/.extra-test $(VENV)/.extra-mpi ## run the distributed tests between 2, 3 and 4 processes, by MPI
 	PYFLASH_TEST_MPI=1 $(BIN)/pytest --quiet tests/distributed/test_jobs.py $(ARGS)
+	$(BIN)/pytest --quiet tests/test_docs.py -k mpi
 	for ranks in 2 3 4; do \
 		$(BIN)/mpiexec -n $$ranks $(BIN)/python -m mpi4py tests/distributed/run.py $(ARGS) || exit 1; done
 

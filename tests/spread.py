@@ -15,13 +15,13 @@ from oracle import Call, assert_matches
 
 import pyflash
 from pyflash.distributed import (
-    SCHEDULES,
     context_parallel_decode,
     head_parallel_attention,
     ring_attention,
     shard,
     unshard,
 )
+from pyflash.distributed._schedules import SCHEDULES
 
 FUNCTIONS = {"ring": ring_attention, "heads": head_parallel_attention}
 

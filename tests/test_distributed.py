@@ -15,7 +15,6 @@ from threads import Failed, ThreadCommunicator, on_ranks
 import pyflash
 from pyflash._state import fold_tree
 from pyflash.distributed import (
-    SCHEDULES,
     RankFailed,
     _ring,
     communicator,
@@ -24,6 +23,7 @@ from pyflash.distributed import (
     ring_attention,
     shard,
 )
+from pyflash.distributed._schedules import SCHEDULES
 
 SIZES = (1, 2, 3, 4)
 

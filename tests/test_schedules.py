@@ -9,9 +9,9 @@ import pytest
 
 from pyflash import InvalidArgument
 from pyflash._state import fold_tree
-from pyflash.distributed import SCHEDULES, _ranges, positions, shard, unshard
+from pyflash.distributed import _ranges, positions, shard, unshard
 from pyflash.distributed._heads import heads_of
-from pyflash.distributed._schedules import even_lengths, layout
+from pyflash.distributed._schedules import SCHEDULES, even_lengths, layout
 from pyflash.distributed._tree import RankTree
 from pyflash.distributed._visible import Mask, messages, visible
 

@@ -11,11 +11,9 @@ from ._communicator import Communicator, communicator
 from ._decode import context_parallel_decode
 from ._heads import head_parallel_attention
 from ._ring import ring_attention
-from ._schedules import SCHEDULES
 from ._shards import positions, shard, unshard
 
 __all__ = [
-    "SCHEDULES",
     "Communicator",
     "RankFailed",
     "communicator",

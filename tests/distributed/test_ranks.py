@@ -12,7 +12,6 @@ from oracle import assert_matches
 
 import pyflash
 from pyflash.distributed import (
-    SCHEDULES,
     _ring,
     communicator,
     context_parallel_decode,
@@ -20,6 +19,7 @@ from pyflash.distributed import (
     ring_attention,
     shard,
 )
+from pyflash.distributed._schedules import SCHEDULES
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
