@@ -116,8 +116,10 @@ def lengths_of(name: str, size: int, schedule: str, which: str) -> np.ndarray | 
     return lengths
 
 
-def result(comm: Any, name: str, schedule: str, function: str = "ring", **more: Any) -> Any:
-    """What a rank gets: out, lse, and its prefix sums if the call is packed."""
+def result(
+    comm: Any, name: str, schedule: str, function: str = "ring", made: Any = np.asarray, **more: Any
+) -> Any:
+    """What a rank gets: out, lse, and its prefix sums if the call is packed; `made` makes its arrays."""
     call, size = call_of(name), comm.size
     options = dict(call.options)
     axis = -2 if options.get("layout") == "bhsd" else -3
@@ -136,6 +138,7 @@ def result(comm: Any, name: str, schedule: str, function: str = "ring", **more: 
         ]
         options["spans"] = tuple(shard(end, **how, axis=-1, lengths=lengths["q"]) for end in rows)
     options = dict(num_threads=1) | options | more
+    arrays = {array: made(x) for array, x in arrays.items()}
     got = FUNCTIONS[function](**arrays, comm=comm, schedule=schedule, return_lse=True, **options)
     return (*got, options.get("cu_seqlens_q"))
 

@@ -22,6 +22,7 @@ from pyflash.distributed import (
     head_parallel_attention,
     ring_attention,
     shard,
+    unshard,
 )
 from pyflash.distributed._schedules import SCHEDULES
 
@@ -392,3 +393,56 @@ def test_strided_shards_are_taken_as_they_are():
     for rank, out in enumerate(results):
         np.testing.assert_allclose(out, shard(want, rank, 3, schedule="stripe"), atol=1e-6)
     assert all((x == y).all() for x, y in itertools.zip_longest(wide, before))
+
+
+# --- corners ---
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_hidden_key_that_is_no_number_reaches_nobody(schedule):
+    q, k, v = _arrays(30)
+    k[:, 20], v[:, 20] = np.nan, np.inf
+    want = pyflash.flash_attention(q, k, v, causal=True)
+
+    def work(comm):
+        parts = [shard(x, comm.rank, comm.size, schedule=schedule) for x in (q, k, v)]
+        return ring_attention(*parts, comm=comm, schedule=schedule, causal=True)
+
+    out = unshard(on_ranks(3, work), schedule=schedule)
+    assert (np.isfinite(out) == np.isfinite(want)).all() and np.isfinite(out[:, :20]).all()
+    np.testing.assert_allclose(out[:, :20], want[:, :20], atol=1e-6)
+
+
+@pytest.mark.parametrize("function", [ring_attention, head_parallel_attention])
+@pytest.mark.parametrize("shape", [(30, 8), (30, 2, 8)])
+def test_arrays_without_batch_or_heads(function, shape):
+    q, k, v = np.random.default_rng(6).standard_normal((3, *shape))
+    axis = -2 if len(shape) == 2 else -3
+    want, lse = pyflash.flash_attention(q, k, v, causal=True, return_lse=True)
+
+    def work(comm):
+        parts = [shard(x, comm.rank, comm.size, axis=axis) for x in (q, k, v)]
+        return function(*parts, comm=comm, schedule="zigzag", causal=True, return_lse=True)
+
+    results = on_ranks(3, work)
+    np.testing.assert_allclose(unshard([out for out, _ in results], axis=axis), want, atol=1e-14)
+    np.testing.assert_allclose(unshard([lse for _, lse in results], axis=-1), lse, atol=1e-14)
+
+
+@pytest.mark.parametrize("shape", [(0, 4, 2, 8), (1, 4, 0, 8)])
+def test_nothing_to_compute(shape):
+    nothing = np.ones(shape)
+    for function in (ring_attention, head_parallel_attention, context_parallel_decode):
+        for out in on_ranks(3, lambda c: function(nothing, nothing, nothing, comm=c)):  # noqa: B023
+            assert out.shape == shape
+
+
+def test_ranks_may_have_backends_of_their_own():
+    q, k, v = _arrays(30)
+
+    def work(comm):
+        parts = [shard(x, comm.rank, comm.size) for x in (q, k, v)]
+        return ring_attention(*parts, comm=comm, causal=True, backend=("numpy", "c")[comm.rank])
+
+    want = pyflash.flash_attention(q, k, v, causal=True)
+    np.testing.assert_allclose(unshard(on_ranks(2, work)), want, atol=1e-6)

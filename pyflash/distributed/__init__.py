@@ -2,8 +2,8 @@
 
 `ring_attention` lets keys and values go round, `head_parallel_attention` exchanges tokens for heads, and
 `context_parallel_decode` decodes over a cache that is spread. `shard`, `unshard` and `positions` say who
-holds what. Messages are MPI's, through mpi4py (extra ``mpi``), or those of any object with the methods of
-`Communicator`.
+holds what. Messages are MPI's, through mpi4py (extra ``mpi``), those of a group of torch.distributed, or
+those of any object with the methods of `Communicator`.
 """
 
 from ._agreement import RankFailed

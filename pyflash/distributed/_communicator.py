@@ -18,6 +18,7 @@ from typing import Any, Protocol, runtime_checkable
 from .._checks import describe
 from .._description import Array
 from .._errors import invalid
+from . import _torch
 
 
 class Transfer(Protocol):
@@ -81,22 +82,25 @@ def communicator(comm: Any) -> Communicator:
 
     Parameters
     ----------
-    comm : mpi4py.MPI.Intracomm or Communicator
-        A communicator of mpi4py, for arrays in host memory, or an object with the methods of
-        `Communicator`.
+    comm : mpi4py.MPI.Intracomm, torch.distributed.ProcessGroup or Communicator
+        A communicator of mpi4py, for arrays in host memory; a process group, for tensors where its backend
+        sends them from; or an object with the methods of `Communicator`.
 
     Raises
     ------
     InvalidArgument
-        It is neither.
+        It is none of these.
     """
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is not None and isinstance(comm, mpi.Comm):
         from ._mpi import MpiCommunicator
 
         return MpiCommunicator.of(comm)
+    if _torch.is_group(comm):
+        return _torch.TorchCommunicator(comm)
     if isinstance(comm, Communicator):
         return comm
-    raise invalid(
-        "comm", describe(comm), "a communicator of mpi4py, or an object with the methods of Communicator"
+    expected = (
+        "a communicator of mpi4py, a process group of torch, or an object with the methods of Communicator"
     )
+    raise invalid("comm", describe(comm), expected)

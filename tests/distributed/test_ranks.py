@@ -83,6 +83,66 @@ def test_memory_falls_with_the_number_of_ranks(comm):
     assert most >= 4 * one  # or it has not been measured
 
 
+# --- tensors, sent by a process group of torch.distributed ---
+
+
+class Group:
+    """A process group of the ranks of MPI, whose results come back as NumPy arrays."""
+
+    def __init__(self, comm, path):
+        import torch
+        from torch import distributed
+
+        distributed.init_process_group(
+            "gloo", store=distributed.FileStore(path, comm.size), rank=comm.rank, world_size=comm.size
+        )
+        self.group, self.rank, self.size = distributed.group.WORLD, comm.rank, comm.size
+        self.tensor = torch.from_numpy
+
+
+@pytest.fixture(scope="module")
+def group(tmp_path_factory):
+    torch = pytest.importorskip("torch", reason="needs torch")
+    mpi = pytest.importorskip("mpi4py.MPI").COMM_WORLD
+    path = mpi.bcast(str(tmp_path_factory.mktemp("store") / "file"))
+    yield Group(mpi, path)
+    torch.distributed.destroy_process_group()
+
+
+TENSORS = ["full", "causal", "uneven", "causal slopes", "terms", "packed", "no keys", "heads first", "spans"]
+
+
+@pytest.mark.parametrize(
+    ("name", "function"), [*((name, "ring") for name in TENSORS), *((name, "heads") for name in TENSORS[:-1])]
+)
+def test_tensors(comm, group, name, function):
+    import torch
+
+    out, lse, cu_seqlens = spread.result(
+        communicator(group.group), name, "zigzag", function, lambda x: torch.from_numpy(x.copy())
+    )
+    assert isinstance(out, torch.Tensor) and isinstance(lse, torch.Tensor)
+    mine = (out.numpy(), lse.numpy(), cu_seqlens)
+    spread.check(comm.allgather(mine), name, "zigzag")
+    assert_same_bits(mine[:2], spread.result(comm, name, "zigzag", function)[:2])
+
+
+def test_decode_of_tensors(comm, group):
+    import torch
+
+    q, k, v = (torch.from_numpy(x) for x in _arrays(40))
+    keys = [shard(x, comm.rank, comm.size, schedule="contiguous") for x in (k, v)]
+    for options in ({}, dict(window=(6, 0))):
+        out = context_parallel_decode(q[:, -2:], *keys, comm=group.group, **options)
+        want = pyflash.flash_attention(q[:, -2:], k, v, causal=True, **options)
+        torch.testing.assert_close(out, want)
+
+
+def test_arrays_that_a_group_cannot_send(comm, group):
+    text = _error(comm, lambda: ring_attention(*_arrays(8), comm=group.group))
+    assert text.startswith("q: found an array of shape") and "expected a torch tensor" in text
+
+
 # --- errors ---
 
 
