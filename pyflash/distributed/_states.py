@@ -16,8 +16,10 @@ from .._description import Array
 from ._arguments import Arguments
 from ._communicator import Communicator
 
-#: Elements of `out` that are merged at a time.
-_BLOCK = 1 << 20
+#: Elements of `out` that are merged at a time, or a part of all if that is more: on a GPU each block is a few
+#: launches.
+_BLOCK = 1 << 18
+_PARTS = 16
 
 
 class State(NamedTuple):
@@ -61,7 +63,7 @@ class States:
         self._free: list[State] = []
         self.num_made = 0
         row = math.prod(self._shape[:-3]) * math.prod(self._shape[-2:])
-        self._rows = max(1, _BLOCK // max(row, 1))
+        self._rows = max(1, _BLOCK // max(row, 1), -(-self.num_rows // _PARTS))
 
     def _empty(self, dtype: Any, rows: int, *leading: int) -> State:
         make = self._comm.empty
