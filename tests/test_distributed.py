@@ -197,6 +197,7 @@ def test_memory_is_that_of_the_shard(monkeypatch):
         return max(sum(sizes) for sizes in made.values()), q.nbytes, k.nbytes
 
     monkeypatch.setattr("pyflash.distributed._states._BLOCK", 1 << 9)
+    monkeypatch.setattr("pyflash.distributed._states._PARTS", 1 << 10)
     for size in (2, 4, 8):
         total, q_bytes, kv_bytes = bytes_of(size)
         states = max(2, 2 * np.log2(size) - 1)  # of which two are there with two ranks, three with four
