@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import faulthandler
-import os
 
 import pytest
 
 #: A test that takes longer hangs: the rank says where and dies, and with it the job.
 SECONDS = 120
-
-
-def pytest_ignore_collect():
-    return None if "PYFLASH_TEST_MPI" in os.environ else True
 
 
 @pytest.hookimpl(wrapper=True)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+
+if "PYFLASH_TEST_MPI" not in os.environ:
+    pytest.skip("run between processes, by make test-mpi", allow_module_level=True)
 
 SECONDS = 60
 MPIEXEC = Path(sys.executable).parent / "mpiexec"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tracemalloc
 
 import numpy as np
@@ -20,6 +21,10 @@ from pyflash.distributed import (
     shard,
 )
 from pyflash.distributed._schedules import SCHEDULES
+
+
+if "PYFLASH_TEST_MPI" not in os.environ:
+    pytest.skip("run between processes, by make test-mpi", allow_module_level=True)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
