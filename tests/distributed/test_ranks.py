@@ -22,7 +22,6 @@ from pyflash.distributed import (
 )
 from pyflash.distributed._schedules import SCHEDULES
 
-
 if "PYFLASH_TEST_MPI" not in os.environ:
     pytest.skip("run between processes, by make test-mpi", allow_module_level=True)
 
