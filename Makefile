@@ -17,7 +17,7 @@ C_FORMATTED := $(filter %.c %.h,$(C_FILES)) $(wildcard gpu/kernels/*.cu gpu/kern
 
 .DEFAULT_GOAL := help
 .PHONY: help demo generate simulate examples test-examples test test-long test-dist check-dist test-pythons test-cuda \
-	test-browser test-neon test-amx build lint format typecheck bench bench-peers bench-report docs dist wheel sdist \
+	test-browser test-mpi test-neon test-amx build lint format typecheck bench bench-peers bench-report docs dist wheel sdist \
 	asan ubsan tsan valgrind clean distclean
 
 help: ## list these targets
@@ -84,6 +84,15 @@ typecheck: $(VENV)/.extra-dev ## check types: mypy --strict
 
 test-neon: $(VENV)/.extra-dev $(VENV)/.extra-release ## cross-compile for aarch64 and run some tests under qemu (Debian, root)
 	PYTHON=$(BIN)/python .ci/neon $(ARGS)
+
+# A rank for each process, one thread each: more of them than cores only costs time.
+test-mpi: export OMP_NUM_THREADS = 1
+test-mpi: export OPENBLAS_NUM_THREADS = 1
+test-mpi: $(VENV)/.extra-test $(VENV)/.extra-mpi ## run the distributed tests between 2, 3 and 4 processes, by MPI
+	PYFLASH_TEST_MPI=1 $(BIN)/pytest --quiet tests/distributed/test_jobs.py $(ARGS)
+	$(BIN)/pytest --quiet tests/test_docs.py -k mpi
+	for ranks in 2 3 4; do \
+		$(BIN)/mpiexec -n $$ranks $(BIN)/python -m mpi4py tests/distributed/run.py $(ARGS) || exit 1; done
 
 # In a browser that is there, or in Debian's, which only root can install. A skip is a failure here.
 test-browser: $(VENV)/.extra-browser ## run the simulator in Chromium (Debian: installs it, as root)

@@ -30,7 +30,7 @@ PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 REFERENCE = sorted((ROOT / "docs" / "reference").glob("*.md"))
 LIBRARIES = {"torch", "onnx", "jax"}
 #: What a block may say behind "python".
-NEEDS = {"cuda", "generate", *LIBRARIES}
+NEEDS = {"cuda", "generate", "mpi", *LIBRARIES}
 #: Above a table in which both cells of a row are code with the same result.
 COMPARED = "<!-- compared -->"
 #: The first words of paths in this repository.
@@ -85,6 +85,8 @@ def skip_without(need: str) -> None:
         reason = "the GPU is emulated" if CUDA_IS_EMULATED else pyflash.available_backends()["cuda"]
         if reason is not None:
             pytest.skip(reason)
+    if need == "mpi":
+        pytest.importorskip("mpi4py.MPI", reason="needs mpi4py and MPI", exc_type=ImportError)
     if need in LIBRARIES:
         pytest.importorskip(need)
     if need == "generate":
@@ -195,7 +197,7 @@ def reference() -> set[str]:
     return {name for page in REFERENCE for name in re.findall(r"^::: (\S+)$", read(page), re.MULTILINE)}
 
 
-@pytest.mark.parametrize("module", ["pyflash", "pyflash.spans", "pyflash.generate"])
+@pytest.mark.parametrize("module", ["pyflash", "pyflash.spans", "pyflash.generate", "pyflash.distributed"])
 def test_every_public_name_is_in_the_reference(module):
     found = importlib.import_module(module)
     public = {name for name in found.__all__ if not inspect.ismodule(getattr(found, name))}

@@ -39,6 +39,7 @@ ABOVE = {
     "_reservation",
     "_runtime",
     "_trace",
+    "distributed",
     "generate",
     "simulate",
     *COMMANDS,
@@ -47,6 +48,7 @@ ABOVE = {
 OWNED_BY = {
     "pyflash._pyflash_c": {"_c"},
     "cffi": {"_c", "_runtime"},
+    "mpi4py": {"pyflash.distributed._mpi"},
     "cupy": {"_array_kinds", "pyflash.gpu._compile", "pyflash.gpu._device"},
 }
 

@@ -24,6 +24,7 @@ EXTRAS = {
     "cuda12",
     "cuda13",
     "torch",
+    "mpi",
     "demo",
     "generate",
     "examples",

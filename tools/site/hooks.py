@@ -39,6 +39,7 @@ NEEDS = {
     "torch": "needs PyTorch",
     "onnx": "needs onnx",
     "jax": "needs JAX",
+    "mpi": "needs mpi4py and MPI",
     "generate": "needs the extra generate and the model",
 }
 

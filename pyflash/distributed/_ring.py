@@ -1,0 +1,245 @@
+"""Ring attention: queries stay, keys and values go round, states are merged."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .._description import Array
+from . import _agreement, _ranges
+from ._arguments import Arguments, arguments
+from ._communicator import Communicator, communicator
+from ._schedules import Layout
+from ._states import State, States
+from ._step import Held, Steps
+from ._tree import RankTree
+from ._visible import messages, visible
+
+Result = Any
+
+
+def ring_attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    comm: Any,
+    causal: bool | str = False,
+    window: tuple[int | None, int | None] | None = None,
+    spans: tuple[Any, Any] | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Any = None,
+    sinks: Any = None,
+    q_offset: Any = None,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_kv: Any = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
+    kv_dtype: str | None = None,
+    schedule: str = "zigzag",
+    layout: str = "bshd",
+    return_lse: bool = False,
+    lse_includes_sinks: bool = False,
+    out_dtype: Any = None,
+    num_threads: int | None = None,
+    isa: str | None = None,
+    backend: str | None = None,
+) -> Result:
+    """Attention of a sequence that is spread over ranks; keys and values go round in a ring.
+
+    All ranks call it, each with its own tokens, and each gets the result of its own queries. Queries stay
+    where they are. Memory per rank is that of its tokens: keys and values of two other ranks at a time,
+    and states of its rows.
+
+    Parameters
+    ----------
+    q : (batch, seqlen_q, num_heads, head_dim) ndarray
+        This rank's queries, in rising order of position, as `shard` cuts them. Types and axes as in
+        `pyflash.flash_attention`; with `cu_seqlens_q` ``(total_q, num_heads, head_dim)``.
+    k : (batch, seqlen_kv, num_kv_heads, head_dim) ndarray
+        This rank's keys. Ranks may have different numbers of queries and keys, none included.
+    v : (batch, seqlen_kv, num_kv_heads, head_dim_v) ndarray
+        This rank's values.
+    comm : mpi4py.MPI.Intracomm, torch.distributed.ProcessGroup or Communicator
+        The ranks. A communicator of MPI is used through a duplicate.
+    causal, window, scale, softcap, alibi_slopes, sinks, q_offset
+        As in `pyflash.flash_attention`, about the whole sequence; the same on all ranks. `q_offset` is the
+        position of the first query of all.
+    spans : (lo, hi), optional
+        Of this rank's rows: they see keys at positions ``lo <= j < hi`` of the whole sequence.
+    cu_seqlens_q, cu_seqlens_kv : (batch + 1,) int32 or int64 ndarray, optional
+        Prefix sums of this rank's parts of packed sequences. Each sequence is spread over all ranks.
+    k_scale, v_scale, kv_dtype
+        Of stored types, as in `pyflash.flash_attention`; a number or one per head.
+    schedule : {"zigzag", "contiguous", "stripe"}
+        Which positions ranks have: see `shard`. With causal order "zigzag" and "stripe" give all ranks
+        the same work.
+    layout : {"bshd", "bhsd"}, default "bshd"
+        Order of the axes of q, k, v and out.
+    return_lse, lse_includes_sinks, out_dtype
+        As in `pyflash.flash_attention`.
+    num_threads, isa, backend
+        As in `pyflash.flash_attention`; each rank may choose its own.
+
+    Returns
+    -------
+    out : ndarray
+        The result of this rank's queries, shaped like `q` with the width of the values.
+    lse : ndarray
+        Only with ``return_lse=True``: ``(batch, num_heads, seqlen_q)``, without the axes that `out` lacks.
+
+    Raises
+    ------
+    InvalidArgument
+        An argument is wrong on some rank, or differs between ranks; all ranks raise the same.
+    UnsupportedError, BackendUnavailable
+        As in `pyflash.flash_attention`, on all ranks.
+    RankFailed
+        A rank failed in another way; all ranks raise it.
+
+    Notes
+    -----
+    In step ``s`` a rank computes with the keys of rank ``rank - s`` while they travel on to the next
+    rank and those of the step after come in. Only keys that somebody further on sees travel: with a
+    window they stop after a few ranks. Keys that no row here sees cost nothing.
+
+    States are float32 (float64 of float64 queries) and are merged along the fixed tree of rank numbers,
+    whichever comes first: bits are equal from run to run. They equal those of one process within the
+    error rule, not bit for bit, since the borders between ranks are borders of sums.
+
+    Two collectives come before the work: one compares arguments, one says which keys each rank needs. One
+    comes after it, and says whether all went well. A rank that dies is for the launcher to notice.
+
+    References
+    ----------
+    Liu, Zaharia, Abbeel, "Ring Attention with Blockwise Transformers for Near-Infinite Context", 2023.
+    Brandon et al., "Striped Attention: Faster Ring Attention for Causal Transformers", 2023.
+    Zhu, "ring-flash-attention" (software), 2024: zigzag. Dubey et al., "The Llama 3 Herd of Models",
+    2024, section 3.3.2: two chunks per rank.
+    """
+    given = dict(locals())
+    like, world = q, communicator(given.pop("comm"))
+    for name in ("q", "k", "v"):
+        given.pop(name)
+    call, error = _agreement.attempt(lambda: arguments(world, q, k, v, given))
+    mine = None if call is None else {"facts": call.facts, "lengths": (call.lengths_q, call.lengths_kv)}
+    everyone = _agreement.exchange(world, mine, error)
+    _agreement.check_same([one["facts"] for one in everyone])
+    assert call is not None
+    layouts = call.layouts(everyone)
+    ring, error = _agreement.attempt(lambda: _Ring(world, call, layouts))
+    needs = _agreement.exchange(world, None if ring is None else ring.needs, error)
+    assert ring is not None
+    _, error = _agreement.attempt(lambda: ring.prepare(needs))
+    _agreement.exchange(world, None, error)
+    state, error = ring.run()
+    _agreement.exchange(world, None, error)
+    assert state is not None
+    return call.finished(world, state.out, state.lse, like, return_lse)
+
+
+class _Ring:
+    """One call on one rank."""
+
+    def __init__(self, comm: Communicator, call: Arguments, layouts: tuple[Layout, Layout]) -> None:
+        self._comm, self._call, self._layouts = comm, call, layouts
+        rows = visible(*layouts, comm.rank, call.mask, call.q_offset)
+        #: The tokens of each rank that rows here see.
+        self.needs = [rows.needs(layouts[1], rank) for rank in range(comm.size)]
+        self._states = States(comm, call)
+        self._steps = Steps(comm.rank, call, rows, layouts, self._states)
+        #: Of each step, which stretches of what is held go on, and what comes as how many stretches.
+        self._outgoing: list[Array] = []
+        self._incoming: list[_Message] = []
+        self._buffers: list[tuple[Any, Any]] = []
+
+    def prepare(self, needs: list[list[Array]]) -> None:
+        """Find out what comes and goes in each step, and make room for it."""
+        rank, size = self._comm.rank, self._comm.size
+
+        @functools.cache
+        def on_the_way(origin: int) -> list[Array]:
+            sent = messages(needs, origin)
+            return [_ranges.pair(0, self._num_tokens(origin)), *sent[1:], _ranges.EMPTY]
+
+        for step in range(size):  # the keys of rank - step are here, and those of the rank before it come
+            here, coming = on_the_way((rank - step) % size), on_the_way((rank - step - 1) % size)
+            self._outgoing.append(_ranges.runs(here[step + 1], here[step]))
+            stretches = _ranges.runs(coming[step + 1], coming[step])
+            self._incoming.append(_Message(coming[step + 1], np.diff(stretches).reshape(-1)))
+        room = max(_ranges.total(message.ranges) for message in self._incoming)
+        if self._is_packed_first():
+            room = max(room, self._num_tokens(rank))
+        self._buffers = [(self._buffer(self._call.k, room), self._buffer(self._call.v, room)) for _ in "ab"]
+
+    def _num_tokens(self, rank: int) -> int:
+        return int(self._layouts[1].lengths[rank].sum())
+
+    def _is_packed_first(self) -> bool:
+        """Return whether this rank's keys have gaps and are copied before they can be sent."""
+        contiguous = all(_is_contiguous(_by_token(x)) for x in (self._call.k, self._call.v))
+        return len(self._outgoing[0]) > 0 and not contiguous
+
+    def _buffer(self, like: Any, num_tokens: int) -> Any:
+        shape = tuple(int(n) for n in _by_token(like).shape[1:])
+        return self._comm.empty((num_tokens, *shape), like.dtype, like)
+
+    def _own(self) -> Held:
+        """Return this rank's keys, as they lie or in the first buffer."""
+        rank, k, v = self._comm.rank, self._call.k, self._call.v
+        num_tokens = self._num_tokens(rank)
+        if self._is_packed_first():
+            for buffer, x in zip(self._buffers[0], (k, v), strict=True):
+                buffer[:num_tokens] = _by_token(x)
+            k, v = (_by_token(x[:num_tokens]) for x in self._buffers[0])
+        return Held(rank, _ranges.pair(0, num_tokens), k, v)
+
+    def run(self) -> tuple[State | None, Exception | None]:
+        """Compute while keys go round; a failure is kept until they have, for others wait for them."""
+        tree: RankTree[State] = RankTree(self._comm.size, self._states.merged)
+        rank, size = self._comm.rank, self._comm.size
+        held, failure = self._own(), None
+        for step in range(size):
+            coming = self._incoming[step]
+            k, v = (x[: _ranges.total(coming.ranges)] for x in self._buffers[(step + 1) % 2])
+            sends = [
+                (_by_token(x)[first:last], (rank + 1) % size)
+                for first, last in self._outgoing[step].tolist()
+                for x in (held.k, held.v)
+            ]
+            ends = np.cumsum(coming.stretches).tolist()
+            receives = [
+                (x[end - num : end], (rank - 1) % size)
+                for end, num in zip(ends, coming.stretches.tolist(), strict=True)
+                for x in (k, v)
+            ]
+            transfer = self._comm.start(sends, receives)
+            if failure is None:
+                _, failure = _agreement.attempt(functools.partial(self._take, tree, held))
+            transfer.wait()
+            held = Held((rank - step - 1) % size, coming.ranges, _by_token(k), _by_token(v))
+        if failure is not None:
+            return None, failure
+        return _agreement.attempt(lambda: self._states.finish(tree.rest()))
+
+    def _take(self, tree: RankTree[State], held: Held) -> None:
+        tree.add(held.rank, self._steps.attend(held))
+
+
+class _Message(NamedTuple):
+    """What comes of one rank's keys, and in stretches of how many tokens."""
+
+    ranges: Array
+    stretches: Array
+
+
+def _by_token(x: Any) -> Any:
+    """Return keys or values with their tokens on the first axis, or back; packed ones are so already."""
+    return x.swapaxes(0, 1) if len(x.shape) == 4 else x
+
+
+def _is_contiguous(x: Any) -> bool:
+    return bool(x.is_contiguous() if hasattr(x, "is_contiguous") else x.flags.c_contiguous)

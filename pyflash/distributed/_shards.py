@@ -1,0 +1,206 @@
+"""Cutting whole arrays into the shards of ranks, and putting shards together again."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from .._arrays import on_host
+from .._checks import index_array, integer, prefix_sums
+from .._description import Array
+from .._errors import invalid
+from ._schedules import Layout, even_lengths, layout
+
+
+def shard(
+    x: Any,
+    rank: int,
+    size: int,
+    *,
+    schedule: str = "zigzag",
+    axis: int = -3,
+    cu_seqlens: Any = None,
+    lengths: Any = None,
+) -> Any:
+    """Return the part of a whole array that a rank holds.
+
+    Parameters
+    ----------
+    x : ndarray
+        An array with tokens on one axis: queries, keys, token numbers, positions.
+    rank, size : int
+        Which of how many ranks.
+    schedule : {"zigzag", "contiguous", "stripe"}
+        contiguous: ranks hold one stretch each, in their order. zigzag: two stretches, one counted from the
+        beginning and one from the end, so that early and late positions meet on every rank. stripe: every
+        `size`-th position, from `rank` on.
+    axis : int, default -3
+        The axis of tokens: -3 for ``(..., seqlen, heads, width)``, -1 for a log-sum-exp or token numbers.
+    cu_seqlens : (batch + 1,) int32 or int64 ndarray, optional
+        Prefix sums of packed sequences. Each of them is cut.
+    lengths : (size,) or (size, batch) int32 or int64 ndarray, optional
+        Tokens of each rank (of each sequence). Default: as equal as can be, earlier ranks having one more.
+        A zigzag rank's first stretch is the longer one, by one token, if they differ.
+
+    Returns
+    -------
+    shard : ndarray
+        Tokens in rising order of position; a view where they lie evenly, else a copy.
+    cu_seqlens : int64 ndarray
+        Only with `cu_seqlens`: those of the shard.
+
+    Raises
+    ------
+    InvalidArgument
+        An argument is wrong; the message names it.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from pyflash.distributed import shard
+    >>> [shard(np.arange(8), rank, 2, axis=0).tolist() for rank in (0, 1)]
+    [[0, 1, 6, 7], [2, 3, 4, 5]]
+    """
+    where = _layout(int(x.shape[axis]), size, schedule, cu_seqlens, lengths)
+    rank = integer("rank", rank, 0, where.size - 1)
+    start, count = where.pieces(rank)
+    first = np.cumsum(where.totals) - where.totals
+    begins = [int(n) for n in (start + first[:, np.newaxis]).reshape(-1)]
+    before: tuple[Any, ...] = (slice(None),) * (axis % len(x.shape))
+    parts = [
+        x[before + (slice(begin, begin + (num - 1) * where.step + 1, where.step),)]  # noqa: RUF005
+        for begin, num in zip(begins, count.reshape(-1).tolist(), strict=True)
+        if num
+    ]
+    cut = _joined(parts or [x[before + (slice(0, 0),)]], axis)  # noqa: RUF005
+    return cut if cu_seqlens is None else (cut, where.borders(rank))
+
+
+def unshard(
+    shards: Sequence[Any],
+    *,
+    schedule: str = "zigzag",
+    axis: int = -3,
+    cu_seqlens: Sequence[Any] | None = None,
+) -> Any:
+    """Return the whole array whose shards are given, those of all ranks in their order.
+
+    Parameters
+    ----------
+    shards : sequence of ndarray
+        What `shard` returns for each rank, or results of the same tokens. On MPI ``comm.allgather(x)``
+        gathers them.
+    schedule, axis
+        As in `shard`.
+    cu_seqlens : sequence of (batch + 1,) int32 or int64 ndarray, optional
+        Prefix sums of each shard of packed sequences.
+
+    Returns
+    -------
+    x : ndarray
+        A new array.
+    cu_seqlens : int64 ndarray
+        Only with `cu_seqlens`: those of the whole.
+
+    Raises
+    ------
+    InvalidArgument
+        An argument is wrong; the message names it.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from pyflash.distributed import unshard
+    >>> unshard([np.array([0, 1, 6, 7]), np.array([2, 3, 4, 5])], axis=0).tolist()
+    [0, 1, 2, 3, 4, 5, 6, 7]
+    """
+    if not len(shards):
+        raise invalid("shards", "none", "those of all ranks")
+    if cu_seqlens is None:
+        lengths = np.array([[int(x.shape[axis])] for x in shards], np.int64)
+    else:
+        borders = [on_host(cu) for cu in cu_seqlens]
+        for rank, (cu, x) in enumerate(zip(borders, shards, strict=True)):
+            name = f"cu_seqlens[{rank}]"
+            prefix_sums(name, cu, len(borders[0]) - 1, int(x.shape[axis]), lambda _, array: array)
+        lengths = np.array([np.diff(cu) for cu in borders], np.int64)
+    where = layout(schedule, lengths, "shards")
+    gathered = _joined(list(shards), axis)
+    order = np.argsort(np.concatenate([where.places(rank) for rank in range(where.size)]), kind="stable")
+    whole = rows_at(gathered, order, axis)
+    return whole if cu_seqlens is None else (whole, np.concatenate([[0], np.cumsum(where.totals)]))
+
+
+def positions(
+    seqlen: int | Any, rank: int, size: int, *, schedule: str = "zigzag", lengths: Any = None
+) -> Array:
+    """Return the position of each token that a rank holds, for what depends on it, such as rotary embedding.
+
+    Parameters
+    ----------
+    seqlen : int or (batch,) int32 or int64 ndarray
+        Tokens of the whole sequence, or of each packed one.
+    rank, size, schedule, lengths
+        As in `shard`.
+
+    Returns
+    -------
+    ndarray of int64
+        In the order of the rank's tokens.
+
+    Raises
+    ------
+    InvalidArgument
+        An argument is wrong; the message names it.
+
+    Examples
+    --------
+    >>> from pyflash.distributed import positions
+    >>> positions(8, 1, 2, schedule="stripe").tolist()
+    [1, 3, 5, 7]
+    """
+    totals = np.atleast_1d(integer("seqlen", seqlen, 0) if isinstance(seqlen, int) else on_host(seqlen))
+    where = _layout(int(totals.sum()), size, schedule, np.concatenate([[0], np.cumsum(totals)]), lengths)
+    return where.positions(integer("rank", rank, 0, where.size - 1))
+
+
+def _layout(total: int, size: int, schedule: str, cu_seqlens: Any, lengths: Any) -> Layout:
+    size = integer("size", size, 1)
+    totals = np.array([total], np.int64)
+    if cu_seqlens is not None:
+        cu = on_host(cu_seqlens)
+        prefix_sums("cu_seqlens", cu, None, total, lambda _, array: array)
+        totals = np.diff(cu).astype(np.int64)
+    if lengths is None:
+        return layout(schedule, even_lengths(totals, size))
+    given = on_host(lengths)
+    if cu_seqlens is None and getattr(given, "ndim", 0) == 1:
+        given = given[:, np.newaxis]
+    given = index_array("lengths", given, (size, len(totals)), f"({size}, {len(totals)}): ranks, sequences")
+    if (given < 0).any() or (given.sum(axis=0) != totals).any():
+        found = f"{given.sum(axis=0).tolist()} tokens over all ranks, the least {given.min(initial=0)}"
+        raise invalid("lengths", found, f"{totals.tolist()}, the lengths of the sequences, and none negative")
+    return layout(schedule, given.astype(np.int64))
+
+
+def _joined(parts: list[Any], axis: int) -> Any:
+    """Return parts one behind the other, as an array of their library."""
+    if len(parts) == 1:
+        return parts[0]
+    library = sys.modules[type(parts[0]).__module__.partition(".")[0]]
+    join = getattr(library, "concatenate", None) or library.cat
+    return join(parts, axis)
+
+
+def rows_at(x: Any, numbers: Array, axis: int = 0) -> Any:
+    """Return a new array of some tokens of an axis, in the order of their numbers."""
+    index: Any = numbers
+    if not isinstance(x, np.ndarray):
+        library = sys.modules[type(x).__module__.partition(".")[0]]
+        where = dict(device=x.device) if library.__name__ == "torch" else {}
+        index = library.asarray(numbers, **where)
+    before: tuple[Any, ...] = (slice(None),) * (axis % len(x.shape))
+    return x[before + (index,)]  # noqa: RUF005
