@@ -110,8 +110,9 @@ def ring_attention(
     whichever comes first: bits are equal from run to run. They equal those of one process within the
     error rule, not bit for bit, since the borders between ranks are borders of sums.
 
-    Two collectives come before the work: one compares arguments, one says which keys each rank needs. One
-    comes after it, and says whether all went well. A rank that dies is for the launcher to notice.
+    Three small collectives come before the work: one compares arguments, one says which keys each rank
+    needs, one whether all found memory. One comes after it, and says whether all went well. A rank that
+    dies is for the launcher to notice.
 
     References
     ----------
