@@ -37,8 +37,8 @@ enum {
     PF_PARTS = PF_KEYS / PF_PART,
     PF_THREAD_DIMS = PF_DIM_V / PF_COLUMNS,
     /* q.k is computed so many numbers at a time: many are faster, unless they are padding or take registers
-     * that are short, as code for sm_100 and later does. */
-    PF_DIM_STEP = PF_PADDED || PF_DIM < 64 || __CUDA_ARCH__ >= 1000 ? 8 : 32 << (PF_DIM % 64 == 0),
+     * that are short. */
+    PF_DIM_STEP = PF_PADDED || PF_DIM < 64 || !PF_LONG_LOOPS ? 8 : 32 << (PF_DIM % 64 == 0),
     PF_DIM_VEC = PF_THREAD_DIMS % PF_VEC == 0 ? PF_VEC : 2, /* outputs side by side */
     /* Is anything done to scores beside a factor? Are keys hidden by what is no span? */
     PF_HIDES = PF_HAS(MASK) || PF_HAS(BIAS) || PF_HAS(TREE) || PF_HAS(MASK_MOD),

@@ -6,6 +6,13 @@
 
 #define PF_DEVICE static __device__ __forceinline__
 
+/* Code for sm_100 and later keeps more numbers in registers: long loops without branches spill there. */
+#if __CUDA_ARCH__ >= 1000
+#define PF_LONG_LOOPS 0
+#else
+#define PF_LONG_LOOPS 1
+#endif
+
 #ifndef PF_EMULATED
 
 #define PF_DYNAMIC_SHARED(name) extern __shared__ __align__(1024) unsigned char name[]

@@ -1,0 +1,1 @@
+"""Tests that run between processes, by MPI."""
