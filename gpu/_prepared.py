@@ -84,11 +84,13 @@ def _extent(array: Array) -> tuple[int, int]:
     return sum(s for s in steps if s < 0), sum(s for s in steps if s > 0) + array.itemsize
 
 
-def _option_arrays(args: AttentionArgs) -> dict[str, Array | None]:
-    """Return the options that are arrays, by their field of pf_call; all but the workspace."""
-    names = ("k_scale", "v_scale", "q_scale", "bias", "mask", "alibi_slopes", "sinks", "tree", "q_offset")
-    found = {name: getattr(args, name) for name in names}
-    found["span_lo"], found["span_hi"] = args.spans or (None, None)
+def _option(args: AttentionArgs, field: str) -> Array | None:
+    """Return the option that is an array whose place is this field of pf_call."""
+    if field == "partial":
+        return args.workspace
+    if field in ("span_lo", "span_hi"):
+        return None if args.spans is None else args.spans[field == "span_hi"]
+    found: Array | None = getattr(args, field)
     return found
 
 
@@ -112,19 +114,19 @@ def repeat(
     index = [getattr(args, name) for name in INDEX_NAMES]
     if any(x is not None and not isinstance(x, DeviceArray) for x in index):
         return None  # it is checked and copied by every call
-    options = _option_arrays(args)
     fields = [field for field, _ in others]
     for field, place in others:
-        array = args.workspace if field == "partial" else options[field]
+        array = _option(args, field)
         if not isinstance(array, DeviceArray) or array.address != place:
             return None  # the checks made another array of it
     # Copies of small arrays of the host stay; on another stream they might not be there yet.
     of_this_stream = stream if places.has_copies else None
     at = fields.index("partial") if "partial" in fields else None
     room = 0 if args.workspace is None else args.workspace.nbytes
-    given = [options[field] for field in fields if field != "partial"]
-    positions = np.array([_position(name) for name in (*_FIELDS, *(f for f in fields if f != "partial"))])
-    extents = [None if x is None else _extent(x) for x in (args.q, args.k, args.v, *index, *given)]
+    moved = [field for field in fields if field != "partial"]
+    positions = np.array([_position(name) for name in (*_FIELDS, *moved)])
+    read = (args.q, args.k, args.v, *index, *(_option(args, field) for field in moved))
+    extents = [None if x is None else _extent(x) for x in read]
     out_low, out_high = _extent(args.out)
 
     def launch(where: tuple[int, ...], stream: int, others: tuple[int, ...], _kept: object = places) -> bool:
