@@ -108,6 +108,7 @@ test-cuda: $(VENV)/.extra-dev $(VENV)/.extra-cuda13 ## compile the CUDA kernels 
 # does: the model and the demo would repeat it slowly, and a checker's own memory is not flat, nor its code fast.
 CHECKED := --ignore=tests/test_generate.py --ignore=tests/test_demo.py --ignore=tests/test_cli.py \
 	--ignore=tests/test_spills.py --ignore=tests/test_benchmarks.py --ignore=tests/test_bench_command.py \
+	--ignore=tests/test_bench_gpu.py \
 	--ignore=tests/test_simulate.py --ignore=tests/browser -k "not memory_is_flat" -p no:cacheprovider --capture=sys
 checked_build = CFLAGS="-g -fno-omit-frame-pointer $(1)" $(BIN)/python setup.py --quiet build \
 	--build-base build/$@ --build-lib build/$@/lib
