@@ -15,7 +15,7 @@ from .._array_kinds import cupy_stream
 from .._description import Array
 
 #: CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES and CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT.
-_MAX_DYNAMIC_SHARED, _SHARED_CARVEOUT = 8, 9
+_STATIC_SHARED, _MAX_DYNAMIC_SHARED, _SHARED_CARVEOUT = 1, 8, 9
 #: The oldest architecture that the kernels are written for.
 MIN_CAPABILITY = 75
 _INSTALL = "pip install 'pyflash-attention[cuda13]', or [cuda12] for drivers of CUDA 12"
@@ -99,10 +99,11 @@ class Platform(Protocol):
 class _CupyKernel:
     """A loaded function, with what keeps its module loaded."""
 
-    def __init__(self, function: Any) -> None:
+    def __init__(self, function: Any, static_bytes: int) -> None:
         self.function = function
         self.handle = ctypes.c_void_p(function.ptr)
-        self.shared_bytes = 48 * 1024  # what every kernel may have without asking
+        # What every kernel may have without asking is 48 KiB, static variables among them.
+        self.shared_bytes = 48 * 1024 - static_bytes
 
 
 class _CupyMemory:
@@ -158,7 +159,10 @@ class _CupyDevice:
         with self.current():
             module = self._cupy.cuda.function.Module()
             module.load(cubin)
-            kernel = _CupyKernel(module.get_function(name))
+            function = module.get_function(name)
+            kernel = _CupyKernel(
+                function, self._cupy.cuda.driver.funcGetAttribute(_STATIC_SHARED, function.ptr)
+            )
             # All alike: a multiprocessor that has to divide its memory anew between two launches runs dry.
             status = self._driver.cuFuncSetAttribute(kernel.handle, _SHARED_CARVEOUT, 100)
             _check(self._driver, status, "set how a kernel of pyflash divides the memory of multiprocessors")

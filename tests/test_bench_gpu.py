@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import importlib
 import json
 import time
+import weakref
 from types import SimpleNamespace
 
 import numpy as np
@@ -63,7 +66,10 @@ def gpu_on_cpu(monkeypatch):
         def elapsed_time(self, other):
             return 1e3 * (other.now - self.now)
 
-    properties = SimpleNamespace(L2_cache_size=2**20, name="no GPU", multi_processor_count=0)
+    # PyTorch itself asks for the version where there is a GPU.
+    properties = SimpleNamespace(
+        L2_cache_size=2**20, name="no GPU", multi_processor_count=0, major=9, minor=0
+    )
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
@@ -127,6 +133,36 @@ def test_a_decode_on_a_gpu_finds_no_keys_in_its_cache(gpu_on_cpu):
     assert tensors[0].data_ptr() != tensors[1].data_ptr() and tensors[0].equal(tensors[1])
     assert inputs.placed("q", 0) is inputs.placed("q", 1) and inputs.placed("k", 1) is tensors[1]
     assert len(gpu_on_cpu.Inputs(SMALL._replace(seqlen_q=48), {})) == 1
+
+
+def test_what_a_graph_writes_to_lives_as_long_as_the_graph(monkeypatch):
+    """Its workspace is in no result."""
+    torch = pytest.importorskip("torch")
+    calls = importlib.import_module("pyflash.bench.calls.cuda")
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    for name, fake in (
+        ("Stream", lambda: stream),
+        ("current_stream", lambda: stream),
+        ("stream", contextlib.nullcontext),
+        ("synchronize", lambda: None),
+        ("CUDAGraph", lambda: SimpleNamespace(replay=lambda: None)),
+        ("graph", lambda graph, stream: contextlib.nullcontext()),
+    ):
+        monkeypatch.setattr(torch.cuda, name, fake)
+
+    def call_on(workspace):
+        return lambda number: number if workspace.size else None
+
+    workspace = np.ones(1)
+    freed = weakref.ref(workspace)
+    run = calls._captured(call_on(workspace), range(2))
+    del workspace
+    gc.collect()
+    run()
+    assert freed() is not None
+    del run
+    gc.collect()
+    assert freed() is None
 
 
 @pytest.mark.skipif(CUDA_IS_EMULATED, reason="tensors on the CPU go to the backend C")

@@ -457,3 +457,10 @@ def test_c_and_cuda_agree(name, dtype):
     call = CALLS[name](dtype)
     for backend in (TestedBackend("c", {"backend": "c"}), CUDA):
         assert_matches(*run(call, backend), call)
+
+
+@pytest.mark.parametrize("head_dim_v", [129, 131, 133, 136])
+def test_static_variables_count_as_shared_memory(head_dim_v):
+    """A launch that needs a little less than 48 KiB besides them has to ask for it."""
+    call = paged(dense(0, seqlen_q=1, seqlen_kv=129, head_dim=3, head_dim_v=head_dim_v, causal=True), 1)
+    assert_matches(*run(call, CUDA, family="prefill"), call)

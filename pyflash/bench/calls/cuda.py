@@ -240,7 +240,8 @@ def _captured(one: Callable[[int], Any], sets: range) -> Callable[[], Any]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
         kept = [one(number) for number in sets]
-    return lambda: (graph.replay(), kept)
+    # A replay writes to what the calls were given, so that must not be freed before the graph is.
+    return lambda: (graph.replay(), kept, one)
 
 
 def limits() -> dict[str, float]:
