@@ -67,6 +67,11 @@ class ThreadCommunicator:
         self.shared.barrier.wait()
         return values
 
+    def start_allgather_bytes(self, mine):
+        assert mine.dtype == np.uint8
+        gathered = np.stack(self.allgather(mine.copy()))
+        return Waiting(lambda: gathered)
+
     def start_allgather(self, mine, everyone):
         gathered = self.allgather(mine.copy())
 

@@ -18,7 +18,7 @@ from typing import Any, Protocol, runtime_checkable
 from .._checks import describe
 from .._description import Array
 from .._errors import invalid
-from . import _torch
+from . import _nccl, _torch
 
 
 class Transfer(Protocol):
@@ -26,6 +26,13 @@ class Transfer(Protocol):
 
     def wait(self) -> None:
         """Let the next computation see what has come, and let buffers be used again."""
+
+
+class Gathering(Protocol):
+    """Bytes of all ranks on their way to the host."""
+
+    def wait(self) -> Array:
+        """Return them, ``(size, num_bytes)`` uint8. Work on a device that was begun goes on meanwhile."""
 
 
 @runtime_checkable
@@ -67,6 +74,12 @@ class Communicator(Protocol):
     def allgather(self, value: Any) -> list[Any]:
         """Return a small Python value of every rank, in their order. A collective."""
 
+    def start_allgather_bytes(self, mine: Array) -> Gathering:
+        """Start to gather a few bytes of each rank, a NumPy array of uint8, as many on each. A collective.
+
+        They depend on nothing that was computed, and need not wait for it.
+        """
+
     def start_allgather(self, mine: Any, everyone: Any) -> Transfer:
         """Start to fill ``everyone[r]`` with the array `mine` of rank r. A collective; both contiguous."""
 
@@ -82,9 +95,10 @@ def communicator(comm: Any) -> Communicator:
 
     Parameters
     ----------
-    comm : mpi4py.MPI.Intracomm, torch.distributed.ProcessGroup or Communicator
-        A communicator of mpi4py, for arrays in host memory; a process group, for tensors where its backend
-        sends them from; or an object with the methods of `Communicator`.
+    comm : mpi4py.MPI.Intracomm, cupy.cuda.nccl.NcclCommunicator, torch.distributed.ProcessGroup or Communicator
+        A communicator of mpi4py, for arrays in host memory; one of NCCL, for arrays of CuPy on its GPU; a
+        process group, for tensors where its backend sends them from; or an object with the methods of
+        `Communicator`.
 
     Raises
     ------
@@ -98,9 +112,12 @@ def communicator(comm: Any) -> Communicator:
         return MpiCommunicator.of(comm)
     if _torch.is_group(comm):
         return _torch.TorchCommunicator(comm)
+    if _nccl.is_nccl(comm):
+        return _nccl.NcclCommunicator(comm)
     if isinstance(comm, Communicator):
         return comm
     expected = (
-        "a communicator of mpi4py, a process group of torch, or an object with the methods of Communicator"
+        "a communicator of mpi4py or of CuPy's NCCL, a process group of torch, or an object with the methods "
+        "of Communicator"
     )
     raise invalid("comm", describe(comm), expected)

@@ -42,6 +42,17 @@ class _Requests:
         self._arrays = ()
 
 
+class _Gathering:
+    """Bytes of all ranks under way."""
+
+    def __init__(self, requests: _Requests, everyone: Array) -> None:
+        self._requests, self._everyone = requests, everyone
+
+    def wait(self) -> Array:
+        self._requests.wait()
+        return self._everyone
+
+
 class MpiCommunicator:
     """A communicator of mpi4py, through a duplicate of it: messages never meet those of the caller.
 
@@ -102,6 +113,11 @@ class MpiCommunicator:
     def allgather(self, value: Any) -> list[Any]:
         """Return a value of every rank."""
         return self.comm.allgather(value)  # type: ignore[no-any-return]
+
+    def start_allgather_bytes(self, mine: Array) -> _Gathering:
+        """Start to gather bytes of every rank."""
+        everyone = np.empty((self._size, mine.size), np.uint8)
+        return _Gathering(self.start_allgather(mine, everyone), everyone)
 
     def start_allgather(self, mine: Array, everyone: Array) -> _Requests:
         """Start to gather an array of every rank."""

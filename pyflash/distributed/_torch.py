@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import sys
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -17,6 +20,12 @@ _SENT = ("q", "k", "v")
 
 #: What tensors are multiplied by.
 _TERMS = ("alibi_slopes", "sinks")
+
+
+@functools.cache
+def _side_stream(device: int) -> Any:
+    """Return a GPU's stream for what has nothing to do with the caller's work."""
+    return sys.modules["torch"].cuda.Stream(device)
 
 
 def is_group(comm: Any) -> bool:
@@ -36,6 +45,19 @@ class _Works:
         for work in self._works:
             work.wait()
         self._tensors = ()
+
+
+class _Gathering:
+    """Bytes of all ranks under way, on a stream that waits for no kernel."""
+
+    def __init__(self, work: Any, everyone: Any, on_stream: AbstractContextManager[Any]) -> None:
+        self._work, self._everyone, self._on_stream = work, everyone, on_stream
+
+    def wait(self) -> Array:
+        with self._on_stream:
+            self._work.wait()
+            found: Array = self._everyone.cpu().numpy()
+        return found
 
 
 class TorchCommunicator:
@@ -96,6 +118,20 @@ class TorchCommunicator:
         values = [None] * self._size
         self._distributed.all_gather_object(values, value, group=self._group)
         return values
+
+    def start_allgather_bytes(self, mine: Array) -> _Gathering:
+        """Start to gather bytes of every rank, on GPUs through their memory."""
+        torch, on_stream = self._torch, contextlib.nullcontext()
+        if self._on_gpu:
+            on_stream = torch.cuda.stream(_side_stream(torch.cuda.current_device()))
+        with on_stream:
+            tensor = torch.from_numpy(mine)
+            tensor = tensor.cuda() if self._on_gpu else tensor
+            everyone = torch.empty((self._size, mine.size), dtype=torch.uint8, device=tensor.device)
+            work = self._distributed.all_gather(
+                list(everyone.unbind(0)), tensor, group=self._group, async_op=True
+            )
+        return _Gathering(work, everyone, on_stream)
 
     def start_allgather(self, mine: Any, everyone: Any) -> _Works:
         """Start to gather a tensor of every rank."""
