@@ -187,8 +187,8 @@ def decode_call(name: str) -> Call:
     return _in_layout(dense(82, **dict(num_heads=4, num_kv_heads=2, causal=True) | _DECODES[name][0]))
 
 
-def decode(comm: Any, name: str, *, uneven: bool = False, **more: Any) -> Any:
-    """What a rank gets: out and lse of all rows."""
+def decode(comm: Any, name: str, *, uneven: bool = False, made: Any = np.asarray, **more: Any) -> Any:
+    """What a rank gets: out and lse of all rows; `made` makes its arrays."""
     call, page_size = decode_call(name), _DECODES[name][1]
     axis = -2 if call.options.get("layout") == "bhsd" else -3
     total = call.arrays["k"].shape[axis]
@@ -207,7 +207,8 @@ def decode(comm: Any, name: str, *, uneven: bool = False, **more: Any) -> Any:
         arrays = pages_of(list(zip(*keys, strict=True)), page_size, seed=comm.rank)
         keys = [arrays.pop("k_cache"), arrays.pop("v_cache")]
         options |= arrays
-    return context_parallel_decode(call.arrays["q"], *keys, comm=comm, return_lse=True, **options)
+    q, k, v = (made(x) for x in (call.arrays["q"], *keys))
+    return context_parallel_decode(q, k, v, comm=comm, return_lse=True, **options)
 
 
 __all__ = ["CASES", "DECODES", "SCHEDULES", "call_of", "check", "decode", "decode_call", "result", "whole"]

@@ -95,10 +95,10 @@ def communicator(comm: Any) -> Communicator:
 
     Parameters
     ----------
-    comm : mpi4py.MPI.Intracomm, cupy.cuda.nccl.NcclCommunicator, torch.distributed.ProcessGroup or Communicator
-        A communicator of mpi4py, for arrays in host memory; one of NCCL, for arrays of CuPy on its GPU; a
-        process group, for tensors where its backend sends them from; or an object with the methods of
-        `Communicator`.
+    comm : mpi4py.MPI.Intracomm, NcclCommunicator, torch.distributed.ProcessGroup or Communicator
+        A communicator of mpi4py, for arrays in host memory; one of ``cupy.cuda.nccl``, for arrays of CuPy on
+        its GPU; a process group, for tensors where its backend sends them from; or an object with the
+        methods of `Communicator`.
 
     Raises
     ------

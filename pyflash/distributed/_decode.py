@@ -82,7 +82,7 @@ def context_parallel_decode(
         Keys of rank 0 come first; a rank may have none.
     v : (batch, seqlen_kv, num_kv_heads, head_dim_v) ndarray
         This rank's values.
-    comm : mpi4py.MPI.Intracomm, torch.distributed.ProcessGroup or Communicator
+    comm : mpi4py.MPI.Intracomm, NcclCommunicator, torch.distributed.ProcessGroup or Communicator
         The ranks.
     seq_lens : (batch,) int32 or int64 ndarray, optional
         Valid keys of each sequence on this rank. Needed with `block_table`.

@@ -55,7 +55,7 @@ def head_parallel_attention(
         This rank's keys.
     v : (batch, seqlen_kv, num_kv_heads, head_dim_v) ndarray
         This rank's values.
-    comm : mpi4py.MPI.Intracomm, torch.distributed.ProcessGroup or Communicator
+    comm : mpi4py.MPI.Intracomm, NcclCommunicator, torch.distributed.ProcessGroup or Communicator
         The ranks. More of them than query heads leave some without work.
     causal, window, scale, softcap, alibi_slopes, sinks, q_offset, cu_seqlens_q, cu_seqlens_kv
         As in `ring_attention`.

@@ -63,7 +63,7 @@ def ring_attention(
         This rank's keys. Ranks may have different numbers of queries and keys, none included.
     v : (batch, seqlen_kv, num_kv_heads, head_dim_v) ndarray
         This rank's values.
-    comm : mpi4py.MPI.Intracomm, torch.distributed.ProcessGroup or Communicator
+    comm : mpi4py.MPI.Intracomm, NcclCommunicator, torch.distributed.ProcessGroup or Communicator
         The ranks. A communicator of MPI is used through a duplicate.
     causal, window, scale, softcap, alibi_slopes, sinks, q_offset
         As in `pyflash.flash_attention`, about the whole sequence; the same on all ranks. `q_offset` is the

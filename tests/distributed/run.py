@@ -1,5 +1,6 @@
 """One rank of the tests under MPI: ``mpiexec -n 3 python -m mpi4py tests/distributed/run.py -k name``.
 
+With ``PYFLASH_TEST_GPUS=1`` each rank has a GPU of its own, and arrays travel by NCCL.
 Rank 0 prints; what the others have to say is shown only where they fail.
 """
 
@@ -29,7 +30,7 @@ def main() -> int:
         f"--rootdir={HERE.parents[1]}",
         *sys.argv[1:],
     ]
-    arguments.append(str(HERE / "test_ranks.py"))
+    arguments.append(str(HERE / ("test_gpus.py" if "PYFLASH_TEST_GPUS" in os.environ else "test_ranks.py")))
     if MPI.COMM_WORLD.rank == 0:
         return int(pytest.main(arguments))
     with contextlib.redirect_stdout(io.StringIO()) as text:

@@ -1,0 +1,124 @@
+"""The communicator of NCCL on a double of CuPy; between real GPUs tests/distributed/test_gpus.py runs."""
+
+from __future__ import annotations
+
+import sys
+
+import fake_nccl
+import numpy as np
+import pytest
+import spread
+from calls import assert_same_bits
+from oracle import assert_matches
+from threads import Failed, on_ranks
+
+import pyflash
+from pyflash.distributed import (
+    _nccl,
+    communicator,
+    context_parallel_decode,
+    head_parallel_attention,
+    ring_attention,
+)
+
+
+@pytest.fixture(autouse=True)
+def cupy(monkeypatch):
+    for name, module in fake_nccl.modules().items():
+        monkeypatch.setitem(sys.modules, name, module)
+    _nccl._stream_of.cache_clear()
+    yield sys.modules["cupy"]
+    _nccl._stream_of.cache_clear()
+
+
+def on_gpus(size, work):
+    """What `work` returns on each rank, given NCCL's own object."""
+
+    def run(comm):
+        fake_nccl.Device(comm.rank).use()
+        return work(fake_nccl.NcclCommunicator(comm.shared, comm.rank))
+
+    return on_ranks(size, run)
+
+
+def plain(result):
+    """The same as NumPy's own arrays."""
+    return tuple(None if x is None else np.asarray(x) for x in result)
+
+
+def placed(x):
+    return sys.modules["cupy"].asarray(x)
+
+
+NAMES = ["causal", "causal bfloat16", "uneven", "causal slopes", "terms", "packed", "no keys"]
+
+
+@pytest.mark.parametrize(
+    ("name", "function"), [*((name, f) for name in NAMES for f in ("ring", "heads")), ("spans", "ring")]
+)
+def test_against_the_oracle(name, function):
+    for size in (1, 2, 3):
+        results = on_gpus(
+            size, lambda c: plain(spread.result(communicator(c), name, "zigzag", function, placed))
+        )
+        spread.check(results, name, "zigzag")
+
+
+@pytest.mark.parametrize("name", spread.DECODES)
+def test_decode_against_the_oracle(name):
+    for size in (1, 2, 3):
+        results = on_gpus(size, lambda c: plain(spread.decode(communicator(c), name, made=placed)))
+        for result in results:
+            assert_matches(*result, spread.decode_call(name))
+            assert_same_bits(result, results[0])
+
+
+def test_messages_follow_what_was_computed_before(cupy):
+    """NCCL's stream waits for the caller's before each step, and the other way round after it."""
+
+    def work(comm):
+        q = placed(np.ones((1, 8, 2, 8), np.float32))
+        ring_attention(q, q, q, comm=comm)
+        return len(_nccl._stream_of(comm.rank_id()).waited), len(cupy.cuda.get_current_stream(0).waited)
+
+    assert on_gpus(3, work) == [(3, 3)] * 3
+
+
+@pytest.mark.parametrize("length", [0, 1, 1000, 1024, 1025, 5000])
+def test_values_of_any_length(length):
+    def work(comm):
+        world = communicator(comm)
+        return world.allgather((world.rank, "x" * (length * world.rank)))
+
+    for values in on_gpus(3, work):
+        assert values == [(rank, "x" * (length * rank)) for rank in range(3)]
+
+
+@pytest.mark.parametrize(
+    "function", [ring_attention, head_parallel_attention, context_parallel_decode], ids=lambda f: f.__name__
+)
+def test_arrays_that_it_cannot_send(function):
+    array = np.ones((1, 8, 2, 8), np.float32)
+
+    def work(comm):
+        function(array, placed(array), placed(array), comm=comm)
+
+    def elsewhere(comm):
+        with fake_nccl.Device(5):
+            here = placed(array)
+            work_on(here, comm)
+
+    def work_on(here, comm):
+        function(here, here, here, comm=comm)
+
+    with pytest.raises(Failed) as caught:
+        on_gpus(2, work)
+    for error in caught.value.errors:
+        assert isinstance(error, pyflash.InvalidArgument)
+        assert str(error).startswith("q: found an array of shape (1, 8, 2, 8)")
+        assert "an array of CuPy" in str(error)
+    with pytest.raises(Failed) as caught:
+        on_gpus(2, elsewhere)
+    for error in caught.value.errors:
+        assert isinstance(error, pyflash.UnsupportedError)
+        assert "GPU 5" in str(error)
