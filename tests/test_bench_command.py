@@ -476,6 +476,15 @@ def test_several_threads_and_runs(fixed_limits, monkeypatch, capsys, tmp_path):
 
 
 @pytest.mark.skipif(not pyflash.available_isas(), reason="needs the backend C")
+def test_another_build_has_the_packages_of_this_process(monkeypatch, tmp_path):
+    """They may come from PYTHONPATH, as cffi did once; pyflash itself comes from the folder."""
+    monkeypatch.syspath_prepend(tmp_path / "packages")
+    library = _libraries.Library.parse("--also", f"before={tmp_path}", "pyflash", "c")
+    first, *others = library.environment("", 1)["PYTHONPATH"].split(os.pathsep)
+    assert first == str(tmp_path)
+    assert str(tmp_path / "packages") in others
+
+
 def test_another_build_is_compared(fixed_limits, capsys, tmp_path):
     folder = Path(pyflash.__file__).parents[1]
     path = tmp_path / "run.json"

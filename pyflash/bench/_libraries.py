@@ -81,12 +81,12 @@ class Library(NamedTuple):
     def environment(self, isa: str, threads: int) -> dict[str, str]:
         """Return the variables of its process."""
         found = dict(os.environ, OMP_NUM_THREADS=str(threads), OMP_PROC_BIND="true", OMP_DYNAMIC="false")
-        if self.path:
-            found["PYTHONPATH"] = self.path
-        elif self.python == sys.executable:  # the packages that this process has
-            found["PYTHONPATH"] = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
-        else:
-            found.pop("PYTHONPATH", None)
+        folders = [self.path] if self.path else []
+        if self.python == sys.executable:  # the packages that this process has
+            folders += [folder or os.getcwd() for folder in sys.path]
+        found.pop("PYTHONPATH", None)
+        if folders:
+            found["PYTHONPATH"] = os.pathsep.join(folders)
         if self.module not in ("pyflash", "cuda"):
             return found | PEERS[self.module].held.get(isa, {})
         found.pop("PYFLASH_BACKEND", None)
