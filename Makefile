@@ -109,7 +109,7 @@ test-cuda: $(VENV)/.extra-dev $(VENV)/.extra-cuda13 ## compile the CUDA kernels 
 CHECKED := --ignore=tests/test_generate.py --ignore=tests/test_demo.py --ignore=tests/test_cli.py \
 	--ignore=tests/test_spills.py --ignore=tests/test_benchmarks.py --ignore=tests/test_bench_command.py \
 	--ignore=tests/test_bench_gpu.py \
-	--ignore=tests/test_simulate.py --ignore=tests/browser -k "not memory_is_flat" -p no:cacheprovider --capture=sys
+	--ignore-glob=tests/test_simulate*.py --ignore=tests/browser -k "not memory_is_flat" -p no:cacheprovider --capture=sys
 checked_build = CFLAGS="-g -fno-omit-frame-pointer $(1)" $(BIN)/python setup.py --quiet build \
 	--build-base build/$@ --build-lib build/$@/lib
 # PYTHONSAFEPATH: child processes of the tests must not find the extension in the current folder.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -67,6 +68,32 @@ class Page:
             self._check_rows(rows, want, merge, merge.m, None)
         self._check_m_before(want)
         return name
+
+    def ring(self, length, size, schedule, causal):
+        """One ring of the page, its numbers as arrays."""
+        flags = ["causal"] if causal else []
+        rings = self.data["rings"]
+        run = rings["runs"]["/".join([str(length), str(size), schedule, *flags])]
+        place, width = rings["exact"]["/".join([str(length), *flags])], self.data["headDimV"]
+        exact = self.numbers[place : place + length * width].reshape(length, width)
+        ranks = [self._rank(rank, width) for rank in run["ranks"]]
+        return SimpleNamespace(**{**run, "error": self.numbers[run["error"]], "exact": exact, "ranks": ranks})
+
+    def _rank(self, rank, width):
+        names = ("origin", "held", "buffer", "call", "mask", "seen")
+        names += ("pairs", "skipped", "bytes", "made", "known")
+        known = []
+        for lo, hi, places in rank["known"]:
+            rows = np.array([self.numbers[at : at + 3 + width] for at in places]).reshape(-1, 3 + width)
+            m, l, lse, out = rows[:, 0], rows[:, 1], rows[:, 2], rows[:, 3:]
+            known.append(SimpleNamespace(lo=lo, hi=hi, m=m, l=l, lse=lse, out=out))
+        return SimpleNamespace(
+            positions=rank["positions"],
+            pairs=rank["pairs"],
+            known=known,
+            steps=[SimpleNamespace(**dict(zip(names, step, strict=True))) for step in rank["steps"]],
+            result=[(self.numbers[at], int(self.numbers[at + 1])) for at in rank["result"]],
+        )
 
     def _check_rows(self, places, want, state, m, alpha):
         tolerance = self.data["tolerance"] * float(np.abs(self.inputs.v).max())

@@ -1,6 +1,6 @@
 """`pyflash simulate`: FlashAttention step by step, as one page for a browser.
 
-The page is made of the files in ``page``, put together by `page`, and of the traces that `payload`
+The page is made of the files in ``page``, put together by `page`, and of the traces and rings that `payload`
 runs. It needs no network, and it computes nothing of attention.
 """
 

@@ -33,6 +33,15 @@ class Inputs(NamedTuple):
     k: Array  # (seqlen_kv, head_dim)
     v: Array  # (seqlen_kv, head_dim_v)
     source: str  # for the reader of the page
+    prompt: Array | None = None  # (seqlen_kv, head_dim): a query for each key, where there are such
+
+    @property
+    def queries_of_keys(self) -> Array:
+        """A query for each key: those of the prompt, or the queries in turn."""
+        if self.prompt is not None:
+            return self.prompt
+        queries: Array = self.q[np.arange(len(self.k)) % len(self.q)]
+        return queries
 
 
 def random_inputs(seed: int) -> Inputs:
@@ -46,9 +55,9 @@ def random_inputs(seed: int) -> Inputs:
     if seed < 0:
         raise invalid("seed", seed, "an integer, at least 0")
     rng = np.random.default_rng(seed)
-    shapes = ((_QUERIES, _HEAD_DIM), (_KEYS, _HEAD_DIM), (_KEYS, _HEAD_DIM_V))
-    q, k, v = map(rng.standard_normal, shapes)
-    return Inputs(q, k, v, source=f"random numbers, seed {seed}")
+    shapes = ((_QUERIES, _HEAD_DIM), (_KEYS, _HEAD_DIM), (_KEYS, _HEAD_DIM_V), (_KEYS, _HEAD_DIM))
+    q, k, v, prompt = map(rng.standard_normal, shapes)
+    return Inputs(q, k, v, f"random numbers, seed {seed}", prompt)
 
 
 def inputs_of_file(path: Path) -> Inputs:

@@ -1,4 +1,4 @@
-"""What the page shows, as data: one trace for every combination of its controls.
+"""What the page shows, as data: one trace, or one ring, for every combination of its controls.
 
 The page computes nothing of attention. It looks numbers up that `trace` returned, so they are kept
 to the last bit: as float64, each run of numbers once, base64 in the page.
@@ -6,7 +6,6 @@ to the last bit: as float64, each run of numbers once, base64 in the page.
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -18,6 +17,8 @@ from .._description import Array
 from .._errors import invalid
 from .._trace import Combination, Step, Trace
 from ._arrays import Inputs
+from ._numbers import Numbers
+from ._ring_data import rings
 
 WORKERS = 4
 PAGE_SIZE = 4
@@ -100,34 +101,11 @@ def _pool(rows: Array, table: Array) -> Array:
     return pool
 
 
-class _Numbers:
-    """All runs of float64 of the page, one after the other, equal ones once."""
-
-    def __init__(self) -> None:
-        self._place: dict[bytes, int] = {}
-        self._chunks: list[bytes] = []
-        self._count = 0
-
-    def place(self, *parts: Array | float) -> int:
-        """Return where a run of numbers begins, adding it if it is new."""
-        run = np.concatenate([np.ravel(np.asarray(part, np.float64)) for part in parts]).astype("<f8")
-        chunk = run.tobytes()
-        if chunk not in self._place:
-            self._place[chunk] = self._count
-            self._chunks.append(chunk)
-            self._count += run.size
-        return self._place[chunk]
-
-    def base64(self) -> str:
-        """Return the numbers as little-endian float64."""
-        return base64.b64encode(b"".join(self._chunks)).decode("ascii")
-
-
 class _Writer:
-    """Turns traces into lists of places in `_Numbers`; the page's ``data.js`` reads them."""
+    """Turns traces into lists of places in `Numbers`; the page's ``data.js`` reads them."""
 
     def __init__(self, inputs: Inputs) -> None:
-        self.numbers = _Numbers()
+        self.numbers = Numbers()
         self.tolerance = TOLERANCE * float(np.abs(inputs.v).max())
 
     def trace(self, trace: Trace) -> dict[str, Any]:
@@ -207,8 +185,9 @@ def payload(inputs: Inputs) -> dict[str, Any]:
         "numPages": len(table) + FREE_PAGES,
         "blockTable": table.tolist(),
         "tolerance": TOLERANCE,
-        "numbers": writer.numbers.base64(),
         "traces": written,
         "runs": runs,
         "pages": pages,
+        "rings": rings(inputs, writer.numbers, writer.tolerance),
+        "numbers": writer.numbers.base64(),
     }
