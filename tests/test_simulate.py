@@ -169,11 +169,12 @@ def test_questions(small_page):
     pattern = r'<script type="application/json" id="questions">(.*?)</script>'
     (text,) = re.findall(pattern, small_page.text, re.DOTALL)
     questions = json.loads(text)
-    assert len(questions) == 6
+    assert len(questions) == 7
     for question in questions:
         assert sum(option.get("right", False) for option in question["options"]) == 1
         assert all(option["text"] and len(option["why"]) > 40 for option in question["options"])
-        assert set(question["show"]) == {"view", "tile", "causal", "masked", "step"}
+        controls = {"ranks", "schedule"} if question["show"]["view"] == "ring" else {"tile", "masked"}
+        assert set(question["show"]) == {"view", "causal", "step", *controls}
 
 
 # --- arrays ---

@@ -12,12 +12,13 @@ from ._arrays import Inputs
 from ._data import payload
 
 #: Files of the folder ``page``, in the order in which the page needs them.
-STYLES = ("base.css", "stage.css", "views.css")
+STYLES = ("base.css", "stage.css", "views.css", "ring.css")
 SCRIPTS = (
     *("data.js", "format.js", "dom.js"),
     *("strip.js", "state.js", "meters.js", "closeup.js"),
     *("views.js", "ledger.js", "pages.js", "decoding.js"),
-    *("settings.js", "theme.js", "quiz.js", "player.js", "main.js"),
+    *("ringdata.js", "ringcards.js", "ringmap.js", "ring.js"),
+    *("settings.js", "choices.js", "theme.js", "quiz.js", "player.js", "main.js"),
 )
 
 

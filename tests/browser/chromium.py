@@ -159,3 +159,9 @@ def address(view="tiles", keys=16, tile=4, causal=False, masked=False, step=0, q
     """Return what stands behind the page's address for these settings."""
     flags = f"causal={int(causal)}&masked={int(masked)}"
     return f"#view={view}&keys={keys}&tile={tile}&{flags}&step={step}&query={query}"
+
+
+def ring_address(ranks=4, schedule="zigzag", tokens=16, causal=False, step=0, query=0):
+    """Return the same for the view of the ring."""
+    shares = f"ranks={ranks}&schedule={schedule}&tokens={tokens}"
+    return f"#view=ring&{shares}&causal={int(causal)}&step={step}&query={query}"

@@ -176,5 +176,6 @@ addView({
   id: "decoding",
   label: "Flash-decoding",
   note: "Few queries and many keys: workers share the keys, and their states are merged along a tree.",
+  ...OF_TRACES,
   build: (container, settings) => new Decoding(container, settings),
 });

@@ -129,5 +129,6 @@ addView({
   id: "tiles",
   label: "Tiles",
   note: "One tile of scores at a time; a state for each query.",
+  ...OF_TRACES,
   build: (container, settings) => new Ledger(container, settings),
 });

@@ -16,6 +16,7 @@ function startControls(player) {
   );
   for (const name of ["tile", "keys"]) byId(name).addEventListener("input", (event) => player.set({ [name]: Number(event.target.value) }));
   for (const name of ["causal", "masked"]) byId(name).addEventListener("change", (event) => player.set({ [name]: event.target.checked }));
+  for (const [name, values] of Object.entries(CHOICES)) makeChoice(name, values, (value) => player.set({ [name]: value }));
   byId("first").addEventListener("click", () => player.move(0));
   byId("back").addEventListener("click", () => player.move(player.settings.step - 1));
   byId("play").addEventListener("click", () => player.toggle());
@@ -31,7 +32,14 @@ function startControls(player) {
 /** Keys that work anywhere on the page: what they do, by `event.key`. */
 function shortcuts(player) {
   const { settings } = player;
-  const set = (changes) => () => player.set(changes);
+  const { controls } = viewOf(settings);
+  const set = (changes) => (Object.keys(changes).every((name) => controls.includes(name)) ? () => player.set(changes) : null);
+  /** One further along a list of choices; `step` 0 is the next one, and behind the last the first. */
+  const choice = (name, step) => {
+    const values = CHOICES[name];
+    const at = values.indexOf(settings[name]);
+    return set({ [name]: step ? (values[at + step] ?? settings[name]) : values[(at + 1) % values.length] });
+  };
   return {
     " ": () => player.toggle(),
     ArrowLeft: () => player.move(settings.step - 1),
@@ -40,20 +48,22 @@ function shortcuts(player) {
     End: () => player.move(player.view.numFrames),
     ArrowUp: () => player.choose(settings.query - 1),
     ArrowDown: () => player.choose(settings.query + 1),
-    "[": set({ tile: settings.tile - 1 }),
-    "]": set({ tile: settings.tile + 1 }),
-    "-": set({ keys: settings.keys - 1 }),
-    "+": set({ keys: settings.keys + 1 }),
-    "=": set({ keys: settings.keys + 1 }),
+    "[": set({ tile: settings.tile - 1 }) ?? choice("ranks", -1),
+    "]": set({ tile: settings.tile + 1 }) ?? choice("ranks", 1),
+    "-": set({ keys: settings.keys - 1 }) ?? choice("tokens", -1),
+    "+": set({ keys: settings.keys + 1 }) ?? choice("tokens", 1),
+    "=": set({ keys: settings.keys + 1 }) ?? choice("tokens", 1),
+    s: choice("schedule", 0),
     c: set({ causal: !settings.causal }),
     m: set({ masked: !settings.masked }),
     t: toggleTheme,
-    ...Object.fromEntries(VIEWS.map((view, i) => [String(i + 1), set({ view: view.id })])),
+    ...Object.fromEntries(VIEWS.map((view, i) => [String(i + 1), () => player.set({ view: view.id })])),
   };
 }
 
 /** Whether a key means something to the element that has the focus. */
 function isTakenBy(element, key) {
+  if (element.matches(".choice input")) return key.startsWith("Arrow") || key === " ";
   if (element.matches("select, textarea, input:not([type=range], [role=switch])")) return true;
   if (element.matches("input[type=range]")) return key.startsWith("Arrow") || key === "Home" || key === "End";
   if (element.matches("[role=tab]")) return key.startsWith("Arrow") || key === "Home" || key === "End" || key === " ";
@@ -108,7 +118,8 @@ function showSource() {
   const shapes = `${DATA.numQueries} queries, ${DATA.maxKeys} keys, head_dim ${DATA.headDim}, head_dim_v ${DATA.headDimV}`;
   byId("source").textContent =
     `Arrays: ${DATA.source} (${DATA.dtype}; ${shapes}). An output has arrived (✓) when it differs from the exact one ` +
-    `by at most ${formatNumber(DATA.tolerance)} times the largest value.`;
+    `by at most ${formatNumber(DATA.tolerance)} times the largest value.` +
+    (DATA.rings.ownQueries ? "" : " In the ring every key has a query: these, in turn.");
 }
 
 startTheme();

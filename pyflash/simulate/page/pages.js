@@ -87,5 +87,6 @@ addView({
   id: "pages",
   label: "Pages",
   note: "The same keys behind a block table: where they lie changes no bit of the result.",
+  ...OF_TRACES,
   build: (container, settings) => new Paged(container, settings),
 });

@@ -18,7 +18,8 @@ class Player {
     const view = viewOf(this.settings);
     container.dataset.view = view.id;
     byId("view-note").textContent = view.note;
-    this.view = view.build(container, this.settings);
+    byId("legend").hidden = view.hasLegend;
+    this.view = view.build(container, this.settings, (query) => this.choose(query));
     const { step } = this.settings;
     this.settings.step = step < 0 ? this.view.numFrames : Math.min(step, this.view.numFrames);
     byId("scrub").max = this.view.numFrames;
@@ -29,7 +30,7 @@ class Player {
   set(changes) {
     this.pause();
     const { step } = this.settings;
-    const otherSteps = ["view", "keys", "tile"].some((name) => name in changes && changes[name] !== this.settings[name]);
+    const otherSteps = ["view", "keys", "tile", "ranks", "tokens"].some((name) => name in changes && changes[name] !== this.settings[name]);
     const atEnd = step > 0 && step === this.view.numFrames;
     this.settings = bounded({ ...this.settings, step: atEnd ? -1 : otherSteps ? 0 : step, ...changes });
     this.build();
@@ -38,7 +39,9 @@ class Player {
   show() {
     const { step, query } = this.settings;
     this.view.show(step, query);
-    this.meters.show(this.view.measure(step));
+    const measures = this.view.measure(step);
+    byId("meters").hidden = measures === null;
+    if (measures) this.meters.show(measures);
     const columns = this.view.closeup(step, query);
     if (columns) this.closeup.show(query, columns);
     else this.closeup.hide();
@@ -50,6 +53,11 @@ class Player {
   showControls() {
     const { view, keys, tile, causal, masked, step } = this.settings;
     const last = this.view.numFrames;
+    const { controls } = viewOf(this.settings);
+    for (const element of document.querySelectorAll("[data-control]")) {
+      element.hidden = !controls.includes(element.dataset.control) || element.dataset.choices === "1";
+    }
+    for (const name of Object.keys(CHOICES)) checkChoice(name, this.settings[name]);
     document.querySelectorAll("#views [role=tab]").forEach((tab) => {
       tab.setAttribute("aria-selected", tab.dataset.view === view);
       tab.tabIndex = tab.dataset.view === view ? 0 : -1;
@@ -90,7 +98,7 @@ class Player {
   }
 
   choose(query) {
-    this.settings.query = Math.min(Math.max(query, 0), DATA.numQueries - 1);
+    this.settings.query = Math.min(Math.max(query, 0), viewOf(this.settings).numQueries(this.settings) - 1);
     this.show();
   }
 
