@@ -55,7 +55,7 @@ class Ring {
 
   narrateKeys(frame) {
     const size = this.ring.numSteps;
-    const start = `Step ${frame} of ${size}:`;
+    const start = `Round ${frame} of ${size}:`;
     const onward = frame < size ? "while they travel on" : "and nothing travels any more";
     if (frame === 1) return `${start} each rank computes with its own keys, ${onward}.`;
     return `${start} each rank computes with the keys of the rank ${["", "one", "two", "three"][frame - 1]} before it, ${onward}.`;
