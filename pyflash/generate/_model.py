@@ -11,7 +11,7 @@ in one copy, keys are rotated and stored there, and the output comes down.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -20,11 +20,33 @@ from .._api import paged_attention
 from .._cache import PagedKVCache
 from .._description import Array
 from .._errors import invalid
-from .._reservation import Reservation
+from .._reservation import StepArrays
 from ._gguf import Block, Config, Weights
 
 #: Called as `pyflash.paged_attention` is, with packed queries and ``causal=True``.
 Attention = Callable[..., Any]
+
+
+class Step(Protocol):
+    """What a forward pass asks of a step of a cache: a `Reservation`, or what stands before one.
+
+    The latter where sequences are spread over processes: new tokens then have other positions than the
+    places that they take in the cache here, and some are stored elsewhere. ``host.positions`` and
+    ``host.cu_seqlens`` are about the tokens that are computed; what is appended, and what attention sees, is
+    the step's own affair.
+    """
+
+    cache: PagedKVCache
+    block_table: Array
+    seq_lens: Array
+    cu_seqlens: Array
+    max_seqlen_q: int
+    host: StepArrays
+
+    def append(
+        self, layer: int, k: Array, v: Array, *, cos: Array, sin: Array, interleaved: bool
+    ) -> tuple[Array, Array]:
+        """Write the keys and values of a layer, and return its pools."""
 
 
 class _Shared(NamedTuple):
@@ -88,7 +110,7 @@ class Model:
             backend=self._options.get("backend"),
         )
 
-    def forward(self, tokens: Array, step: Reservation, *, all_positions: bool = False) -> Array:
+    def forward(self, tokens: Array, step: Step, *, all_positions: bool = False) -> Array:
         """Compute new tokens of the sequences of a step, and put their keys into its cache.
 
         Parameters
@@ -96,7 +118,7 @@ class Model:
         tokens : numpy.ndarray
             ``(total,)`` integers, the new tokens of the sequences one after another, at least one each.
         step : Reservation
-            From ``cache.reserve(seqs, num_tokens)``.
+            From ``cache.reserve(seqs, num_tokens)``; or an object with the attributes that are used of it.
         all_positions : bool, default False
             Return logits for every token instead of the last one of each sequence.
 
@@ -115,7 +137,7 @@ class Model:
         logits: Array = self._norm(x, self.weights.output_norm) @ self.weights.token_embd.T
         return logits
 
-    def _attend(self, layer: int, block: Block, x: Array, step: Reservation, shared: _Shared) -> Array:
+    def _attend(self, layer: int, block: Block, x: Array, step: Step, shared: _Shared) -> Array:
         config = self.config
         borders = np.cumsum([config.num_heads, config.num_kv_heads])
         qkv = (x @ block.attn_qkv.T).reshape(len(x), -1, config.head_dim)
@@ -149,7 +171,7 @@ class Model:
         normed: Array = x / np.sqrt(mean_square + self.config.norm_epsilon) * weight
         return normed
 
-    def _shared(self, step: Reservation) -> _Shared:
+    def _shared(self, step: Step) -> _Shared:
         """Return what is computed, and copied to a GPU, once for all layers."""
         head_dim = self.config.head_dim
         frequencies = self.config.rope_theta ** (-np.arange(0, head_dim, 2) / head_dim)
