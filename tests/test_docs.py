@@ -201,7 +201,10 @@ def reference() -> set[str]:
     return {name for page in REFERENCE for name in re.findall(r"^::: (\S+)$", read(page), re.MULTILINE)}
 
 
-@pytest.mark.parametrize("module", ["pyflash", "pyflash.spans", "pyflash.generate", "pyflash.distributed"])
+@pytest.mark.parametrize(
+    "module",
+    ["pyflash", "pyflash.spans", "pyflash.generate", "pyflash.distributed", "pyflash.distributed.scaling"],
+)
 def test_every_public_name_is_in_the_reference(module):
     found = importlib.import_module(module)
     public = {name for name in found.__all__ if not inspect.ismodule(getattr(found, name))}

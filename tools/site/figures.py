@@ -1,7 +1,7 @@
 """The pictures of the documentation, drawn from `pyflash.trace`, `pyflash.spans` and real caches.
 
-Each function draws one picture from numbers that the library gives; nothing is recomputed here. Colours are
-names that the page defines, so that a picture follows its light or dark scheme.
+Each function draws one picture from numbers that the library gives; nothing is recomputed here. Those of
+docs/scaling.md are in `scaling_figures`.
 """
 
 from __future__ import annotations
@@ -23,44 +23,17 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, PathPatch, Rectangle
 from matplotlib.path import Path
+from palette import COLOURS, SERIES, STYLE, C
+from scaling_figures import (
+    scaling_decode,
+    scaling_efficiency,
+    scaling_heads,
+    scaling_links,
+    scaling_measured,
+    scaling_steps,
+)
 
 import pyflash
-
-#: Colours by name: what matplotlib is given, a mark that is replaced by the page's variable, and the colour
-#: where a picture is looked at by itself.
-_COLOURS = {
-    "ink": ("#010101", "#24292f"),
-    "faint": ("#010102", "#8a929b"),
-    "line": ("#010103", "#d0d7de"),
-    "one": ("#010104", "#1f6f9f"),
-    "two": ("#010105", "#d9822b"),
-    "three": ("#010106", "#3a8f5c"),
-    "four": ("#010107", "#8a5fb5"),
-    "bad": ("#010108", "#c93c37"),
-    "soft": ("#010109", "#cfe3f0"),
-    "paper": ("#01010a", "#ffffff"),
-}
-_C = {name: mark for name, (mark, _) in _COLOURS.items()}
-_SERIES = [_C[name] for name in ("one", "two", "three", "four")]
-
-_STYLE = {
-    "svg.fonttype": "none",
-    "font.size": 10,
-    "text.color": _C["ink"],
-    "axes.labelcolor": _C["ink"],
-    "axes.edgecolor": _C["faint"],
-    "axes.titlesize": 10,
-    "axes.titlelocation": "left",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "xtick.color": _C["faint"],
-    "ytick.color": _C["faint"],
-    "xtick.labelcolor": _C["ink"],
-    "ytick.labelcolor": _C["ink"],
-    "figure.constrained_layout.use": True,
-    "legend.frameon": False,
-    "legend.fontsize": 9,
-}
 
 #: How large a picture becomes where there is room: 10 points of a font are some 14 pixels.
 PIXELS_OF_AN_INCH = 100
@@ -85,21 +58,21 @@ def online_softmax() -> Figure:
     centre = [(step.key_lo + step.key_hi - 1) / 2 for step in steps]
     for number, step in enumerate(steps):
         keys = np.arange(step.key_lo, step.key_hi)
-        colour = _C["one"] if number % 2 == 0 else _C["faint"]
+        colour = C["one"] if number % 2 == 0 else C["faint"]
         axes[0].bar(keys, step.scores[0], width=0.8, color=colour)
-        axes[0].hlines(step.m_after[0], step.key_lo - 0.5, step.key_hi - 0.5, color=_C["two"], lw=2)
+        axes[0].hlines(step.m_after[0], step.key_lo - 0.5, step.key_hi - 0.5, color=C["two"], lw=2)
     axes[0].set_title("scores of one row, tile by tile, and the running maximum m")
     alpha = np.array([step.alpha[0] for step in steps])
-    bars = axes[1].bar(centre, alpha, width=3, color=_C["soft"])
+    bars = axes[1].bar(centre, alpha, width=3, color=C["soft"])
     for bar, value, step in zip(bars, alpha, steps, strict=True):
         if step.rescaled:
-            bar.set_color(_C["two"])
+            bar.set_color(C["two"])
         axes[1].annotate(f"{value:.2f}", (bar.get_x() + 1.5, value), ha="center", va="bottom", fontsize=8)
     axes[1].set_ylim(0, 1.45)
     axes[1].set_title("correction factor alpha = exp(m_old - m_new); orange: what was summed up is rescaled")
-    axes[2].bar(centre, [step.l[0] for step in steps], width=3, color=_C["three"])
+    axes[2].bar(centre, [step.l[0] for step in steps], width=3, color=C["three"])
     axes[2].set_title("running sum l")
-    axes[3].plot(centre, [step.error for step in steps], "o-", color=_C["four"])
+    axes[3].plot(centre, [step.error for step in steps], "o-", color=C["four"])
     axes[3].set_yscale("log")
     axes[3].set_title("largest error of o / l against the exact answer")
     axes[3].set_xlabel("key")
@@ -116,7 +89,7 @@ def _cells(ax: Axes, cells: np.ndarray, colour: str, gap: float = 0.0) -> None:
             left, right, top, bottom = lo + gap, hi - gap, row + gap, row + 1 - gap
             corners += [(left, top), (right, top), (right, bottom), (left, bottom), (left, top)]
     codes = [Path.MOVETO, Path.LINETO, Path.LINETO, Path.LINETO, Path.CLOSEPOLY] * (len(corners) // 5)
-    ax.add_patch(PathPatch(Path(corners, codes), facecolor=_C[colour], linewidth=0))
+    ax.add_patch(PathPatch(Path(corners, codes), facecolor=C[colour], linewidth=0))
 
 
 def _square(ax: Axes, size: int) -> None:
@@ -142,7 +115,7 @@ def score_matrix() -> Figure:
     axes.set_xlabel("key")
     axes.set_ylabel("query")
     named = {"soft": "folded into the state, forgotten", "two": "in memory now", "line": "not yet read"}
-    handles = [Rectangle((0, 0), 1, 1, color=_C[name]) for name in named]
+    handles = [Rectangle((0, 0), 1, 1, color=C[name]) for name in named]
     axes.legend(handles, named.values(), loc="upper right", bbox_to_anchor=(1.02, 1.0))
     return figure
 
@@ -158,10 +131,10 @@ def guard() -> Figure:
         for number, step in enumerate(steps):
             l = step.l[0]
             if np.isnan(l):
-                ax.bar(number, 1, color=_C["bad"], alpha=0.25, width=0.8)
-                ax.text(number, 0.5, "NaN", ha="center", va="center", color=_C["bad"], fontsize=9)
+                ax.bar(number, 1, color=C["bad"], alpha=0.25, width=0.8)
+                ax.text(number, 0.5, "NaN", ha="center", va="center", color=C["bad"], fontsize=9)
             else:
-                ax.bar(number, l, color=_C["three"], width=0.8)
+                ax.bar(number, l, color=C["three"], width=0.8)
                 ax.text(number, l, f"{l:.2f}", ha="center", va="bottom", fontsize=8)
         ax.set_title("guarded" if guarded else "unguarded: guard=False")
         ax.set_xticks(range(len(steps)))
@@ -184,8 +157,8 @@ def _grid(ax: Axes, visible: np.ndarray, tile: int, title: str) -> None:
     for colour, cells in kinds.items():
         _cells(ax, cells, colour)
     for edge in range(0, size + 1, tile):
-        ax.axhline(edge, color=_C["faint"], lw=0.5)
-        ax.axvline(edge, color=_C["faint"], lw=0.5)
+        ax.axhline(edge, color=C["faint"], lw=0.5)
+        ax.axvline(edge, color=C["faint"], lw=0.5)
     _square(ax, size)
     ax.spines[:].set_visible(True)
     ax.set_xticks([])
@@ -219,7 +192,7 @@ def masks() -> Figure:
     for ax, (title, visible) in zip(axes.flat, pictures.items(), strict=True):
         _grid(ax, visible, tile, title)
     named = {"one": "seen, tile without a test", "two": "seen, tile with a test", "line": "hidden there"}
-    handles = [Rectangle((0, 0), 1, 1, color=_C[name]) for name in named]
+    handles = [Rectangle((0, 0), 1, 1, color=C[name]) for name in named]
     figure.legend(handles, named.values(), loc="outside lower center", ncols=3)
     return figure
 
@@ -234,29 +207,29 @@ def splits() -> Figure:
     ax.set_ylim(-0.2, 3.6)
 
     def box(x: float, y: float, text: str, colour: str) -> None:
-        ax.add_patch(Rectangle((x - 0.44, y), 0.88, 0.62, facecolor=_C["paper"], edgecolor=colour, lw=1.5))
+        ax.add_patch(Rectangle((x - 0.44, y), 0.88, 0.62, facecolor=C["paper"], edgecolor=colour, lw=1.5))
         ax.text(x, y + 0.31, text, ha="center", va="center", fontsize=8.5)
 
     def arrow(start: tuple[float, float], end: tuple[float, float]) -> None:
-        ax.add_patch(FancyArrowPatch(start, end, arrowstyle="->", mutation_scale=10, color=_C["faint"]))
+        ax.add_patch(FancyArrowPatch(start, end, arrowstyle="->", mutation_scale=10, color=C["faint"]))
 
     for split, step in last.items():
         lo = min(s.key_lo for s in found.steps if s.split == split)
-        box(split + 0.5, 2.6, f"split {split}\nkeys {lo} to {step.key_hi - 1}", _SERIES[split])
-        box(split + 0.5, 1.6, f"m = {step.m_after[0]:.3f}\nl = {step.l[0]:.3f}", _SERIES[split])
+        box(split + 0.5, 2.6, f"split {split}\nkeys {lo} to {step.key_hi - 1}", SERIES[split])
+        box(split + 0.5, 1.6, f"m = {step.m_after[0]:.3f}\nl = {step.l[0]:.3f}", SERIES[split])
         arrow((split + 0.5, 2.58), (split + 0.5, 2.24))
     for merged in found.combinations:
         lo, hi = merged.left[0], merged.right[1]
         level = 0.7 if hi - lo == 2 else -0.2
         x = (lo + hi) / 2
         text = f"m = {merged.m[0]:.3f}\nl = {merged.l[0]:.3f}"
-        box(x, level, text, _C["ink"])
+        box(x, level, text, C["ink"])
         for side in (merged.left, merged.right):
             below = 1.58 if side[1] - side[0] == 1 else 0.68
             end = x + (0.2 if side is merged.right else -0.2), level + 0.64
             arrow(((side[0] + side[1]) / 2, below), end)
     text = f"error against\nexact: {found.error:.0e}"
-    ax.text(3.55, 0.1, text, fontsize=8.5, color=_C["faint"], va="center")
+    ax.text(3.55, 0.1, text, fontsize=8.5, color=C["faint"], va="center")
     return figure
 
 
@@ -277,23 +250,23 @@ def pages() -> Figure:
     holders = [int(np.count_nonzero(table == page)) for page in range(cache.num_pages)]
     for page, held in enumerate(holders):
         colour = {0: "paper", 1: "soft", 2: "two"}[held]
-        ax.add_patch(Rectangle((page, 1.7), 0.9, 0.9, facecolor=_C[colour], edgecolor=_C["faint"]))
+        ax.add_patch(Rectangle((page, 1.7), 0.9, 0.9, facecolor=C[colour], edgecolor=C["faint"]))
         ax.text(page + 0.45, 2.15, str(page), ha="center", va="center")
     ax.text(-0.2, 2.15, "pool", ha="right", va="center")
     for row, (y, edge) in enumerate(((3.5, 2.62), (0.0, 1.68))):
         ax.text(-0.2, y + 0.35, f"sequence {row}\n{lengths[row]} tokens", ha="right", va="center", fontsize=9)
         for place, page in enumerate(int(p) for p in table[row] if p >= 0):
-            ax.add_patch(Rectangle((place, y), 0.9, 0.7, facecolor=_C["paper"], edgecolor=_SERIES[0]))
+            ax.add_patch(Rectangle((place, y), 0.9, 0.7, facecolor=C["paper"], edgecolor=SERIES[0]))
             last = min(lengths[row], (place + 1) * 4) - 1
             text = f"{place * 4} to {last}" if last > place * 4 else str(last)
             ax.text(place + 0.45, y + 0.35, text, ha="center", va="center", fontsize=9)
             start = (place + 0.45, y if row == 0 else y + 0.7)
             ax.add_patch(
                 FancyArrowPatch(
-                    start, (page + 0.45, edge), arrowstyle="->", mutation_scale=10, color=_SERIES[0]
+                    start, (page + 0.45, edge), arrowstyle="->", mutation_scale=10, color=SERIES[0]
                 )
             )
-    ax.text(8.0, 3.85, "orange: held by both", ha="right", va="center", fontsize=9, color=_C["faint"])
+    ax.text(8.0, 3.85, "orange: held by both", ha="right", va="center", fontsize=9, color=C["faint"])
     return figure
 
 
@@ -307,10 +280,10 @@ def groups() -> Figure:
     for head in range(num_heads):
         kv = head // (num_heads // num_kv_heads)
         x = (kv + 0.5) * num_heads / num_kv_heads
-        left.add_patch(Rectangle((head + 0.1, 1.7), 0.8, 0.6, facecolor=_C["paper"], edgecolor=_SERIES[kv]))
+        left.add_patch(Rectangle((head + 0.1, 1.7), 0.8, 0.6, facecolor=C["paper"], edgecolor=SERIES[kv]))
         left.text(head + 0.5, 2.0, str(head), ha="center", va="center")
-        left.plot([head + 0.5, x], [1.7, 0.6], color=_SERIES[kv], lw=1)
-        shape = Rectangle((x - 0.6, 0.0), 1.2, 0.6, facecolor=_C["paper"], edgecolor=_SERIES[kv], lw=2)
+        left.plot([head + 0.5, x], [1.7, 0.6], color=SERIES[kv], lw=1)
+        shape = Rectangle((x - 0.6, 0.0), 1.2, 0.6, facecolor=C["paper"], edgecolor=SERIES[kv], lw=2)
         left.add_patch(shape)
         left.text(x, 0.3, f"k, v {kv}", ha="center", va="center")
     left.text(-0.1, 2.0, "query heads", ha="right", va="center")
@@ -320,7 +293,7 @@ def groups() -> Figure:
         cache = pyflash.PagedKVCache(1, 1, num_kv_heads=heads, head_dim=128, dtype="float16")
         names.append(name)
         sizes.append(cache.k_cache.nbytes + cache.v_cache.nbytes)
-    bars = right.barh(names[::-1], sizes[::-1], color=[_C["soft"], _C["one"], _C["soft"]])
+    bars = right.barh(names[::-1], sizes[::-1], color=[C["soft"], C["one"], C["soft"]])
     right.bar_label(bars, [f"{size:,} B" for size in sizes[::-1]], padding=3, fontsize=9)
     right.set_xlim(0, 1.5 * sizes[0])
     right.set_xticks([])
@@ -338,19 +311,25 @@ FIGURES: dict[str, Callable[[], Figure]] = {
     "splits": splits,
     "pages": pages,
     "groups": groups,
+    "scaling-measured": scaling_measured,
+    "scaling-steps": scaling_steps,
+    "scaling-efficiency": scaling_efficiency,
+    "scaling-heads": scaling_heads,
+    "scaling-decode": scaling_decode,
+    "scaling-links": scaling_links,
 }
 
 
 @functools.cache
 def svg(name: str) -> str:
     """Return a picture as a file by itself."""
-    with plt.style.context([_STYLE, {"svg.hashsalt": name}]):
+    with plt.style.context([STYLE, {"svg.hashsalt": name}]):
         figure = FIGURES[name]()
         file = io.StringIO()
         figure.savefig(file, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
         plt.close(figure)
     text = file.getvalue()
-    for variable, (mark, colour) in _COLOURS.items():
+    for variable, (mark, colour) in COLOURS.items():
         text = text.replace(mark, f"var(--picture-{variable}, {colour})")
     # Texts in the reader's own sans-serif; the sizes stay.
     return re.sub(r"(font: [0-9.]+px) [^;\"]*", r"\1 system-ui, sans-serif", text)

@@ -8,11 +8,12 @@ Counts are exact where every rank has the same even number of tokens, and else t
 """
 
 from ._counts import head_parallel_bytes, memory_bytes, pairs, tokens_sent
-from ._machine import H200, Hardware, Link, Workload, hardware_of, workload_of
+from ._machine import H200, MERGE_PASSES, Hardware, Link, Workload, hardware_of, workload_of
 from ._times import (
     Prediction,
     Step,
     alone,
+    balanced_seconds,
     best_decode_ranks,
     decode,
     head_parallel,
@@ -23,12 +24,14 @@ from ._times import (
 
 __all__ = [
     "H200",
+    "MERGE_PASSES",
     "Hardware",
     "Link",
     "Prediction",
     "Step",
     "Workload",
     "alone",
+    "balanced_seconds",
     "best_decode_ranks",
     "decode",
     "hardware_of",

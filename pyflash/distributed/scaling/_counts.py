@@ -42,7 +42,16 @@ def pairs(workload: Workload, ranks: int, step: int, schedule: str = "zigzag") -
 
 
 def tokens_sent(workload: Workload, ranks: int, step: int, schedule: str = "zigzag") -> Array:
-    """Return the tokens whose keys and values each rank sends on in a step; arguments as those of `pairs`.
+    """Return the tokens whose keys and values each rank sends on in a step.
+
+    Parameters
+    ----------
+    workload : Workload
+        The call.
+    ranks, step : int
+        Number of ranks; which step, from 0.
+    schedule : {"zigzag", "contiguous", "stripe"}
+        As in `ring_attention`.
 
     Returns
     -------

@@ -9,12 +9,18 @@ from typing import Any
 
 import numpy as np
 
+from ..._checks import integer
 from ..._dtypes import BY_NAME
 from ..._errors import invalid
 
 #: Bytes that a merge of two states reads and writes, in bytes of a state: both are copied side by side (4),
 #: merged (3) and put back (2).
 MERGE_PASSES = 9
+
+
+def _positive(name: str, speed: float) -> None:
+    if not speed > 0:
+        raise invalid(name, speed, "a number above 0")
 
 
 @dataclass(frozen=True)
@@ -31,6 +37,9 @@ class Link:
 
     bytes_per_second: float
     latency: float = 0.0
+
+    def __post_init__(self) -> None:
+        _positive("bytes_per_second", self.bytes_per_second)
 
     def seconds(self, num_bytes: Any) -> Any:
         """Return how long messages take; none takes no time."""
@@ -76,6 +85,12 @@ class Hardware:
     decode_seconds: float = 0.0
     overlaps: bool = True
 
+    def __post_init__(self) -> None:
+        for name in ("flops", "merge", "copy", "read"):
+            _positive(name, getattr(self, name))
+        if self.ranks_per_host is not None:
+            integer("ranks_per_host", self.ranks_per_host, 1)
+
     def links(self, ranks: int) -> tuple[int, Link, Link]:
         """Return how many ranks share a host, and the links near and far."""
         per_host = min(self.ranks_per_host or ranks, ranks)
@@ -108,6 +123,12 @@ class Workload:
     causal: bool = True
     batch: int = 1
 
+    def __post_init__(self) -> None:
+        for name in ("tokens", "heads", "kv_heads", "head_dim", "itemsize", "batch"):
+            integer(name, getattr(self, name), 1)
+        if self.heads % self.kv_heads:
+            raise invalid("heads", self.heads, f"a multiple of kv_heads, which is {self.kv_heads}")
+
     @property
     def pairs(self) -> float:
         """Pairs of a row and a key that it sees, of one head of one sequence."""
@@ -136,7 +157,7 @@ class Workload:
 
 #: An H200 in a cluster, for bfloat16 with heads of 128. Measured with this library on one of them, by itself:
 #: the kernel (causal, 16,384 tokens), copies, reading a cache. Nominal: links (NVLink 4, 400 Gbit/s a GPU).
-#: Assumed: merging as fast as copying, latencies, what a step costs its caller.
+#: Assumed: merging as fast as copying, latencies, and that Python costs what it costs ranks of MPI, measured.
 H200 = Hardware(
     flops=350e12,
     merge=4.2e12,
@@ -145,21 +166,21 @@ H200 = Hardware(
     near=Link(450e9, 5e-6),
     far=Link(50e9, 15e-6),
     ranks_per_host=8,
-    step_seconds=1e-4,
-    decode_seconds=1e-4,
+    step_seconds=1.3e-3,
+    decode_seconds=5e-4,
 )
 
 
-def hardware_of(measured: Mapping[str, Any], run: Mapping[str, Any]) -> Hardware:
+def hardware_of(measured: Mapping[str, Any], run: Mapping[str, Any] | None = None) -> Hardware:
     """Return the speeds that measured points say.
 
     Parameters
     ----------
     measured : dict
         What a file of benchmarks/results/ring holds.
-    run : dict
-        One of its entries "prefill", whose `alone_seconds` give the kernel's speed. What it lacks is taken
-        from the first one that has it.
+    run : dict, optional
+        One of its entries "prefill", whose `alone_seconds` give the kernel's speed; by default the first one.
+        What it lacks is taken from the first one that has it.
 
     Returns
     -------
@@ -171,6 +192,7 @@ def hardware_of(measured: Mapping[str, Any], run: Mapping[str, Any]) -> Hardware
     InvalidArgument
         No entry has `messages_seconds`.
     """
+    run = measured["prefill"][0] if run is None else run
 
     def first(name: str) -> Mapping[str, Any] | None:
         return next((x for x in (run, *measured["prefill"]) if x.get(name)), None)
@@ -178,20 +200,19 @@ def hardware_of(measured: Mapping[str, Any], run: Mapping[str, Any]) -> Hardware
     sent, merged = first("messages_seconds"), first("merge_seconds")
     if sent is None:
         raise invalid("measured", "no messages_seconds", "the seconds of the ring's messages alone")
-    shard_bytes = sent["tokens"] / sent["ranks"] * workload_of(sent).kv_bytes
     merge = math.inf
     if merged is not None:
         state = workload_of(merged).state_bytes * merged["tokens"] / merged["ranks"]
         passed = MERGE_PASSES * state * (merged["ranks"] - 1)  # of the rank with most, whatever the schedule
         merge = passed / float(np.median(list(merged["merge_seconds"].values())))
     reads = [x["tokens"] * workload_of(x).kv_bytes / x["alone_seconds"] for x in measured.get("decode", ())]
-    own = workload_of(run)
+    own, sent_bytes = workload_of(run), sent["tokens"] / sent["ranks"] * workload_of(sent).kv_bytes
     return Hardware(
         flops=own.pairs * own.flops_of_pair / run["alone_seconds"],
         merge=merge,
         copy=measured.get("copy_bytes_per_second", math.inf),
         read=float(np.median(reads)) if reads else math.inf,
-        near=Link((sent["ranks"] - 1) * shard_bytes / sent["messages_seconds"]),
+        near=Link((sent["ranks"] - 1) * sent_bytes / sent["messages_seconds"]),
         step_seconds=measured.get("step_seconds", 0.0),
         decode_seconds=measured.get("decode_seconds", 0.0),
         overlaps=measured["engine"] != "MPI",
@@ -199,7 +220,18 @@ def hardware_of(measured: Mapping[str, Any], run: Mapping[str, Any]) -> Hardware
 
 
 def workload_of(run: Mapping[str, Any]) -> Workload:
-    """Return the call of an entry of such a file."""
+    """Return the call of an entry of a file of measured points.
+
+    Parameters
+    ----------
+    run : dict
+        An entry "prefill" or "decode".
+
+    Returns
+    -------
+    Workload
+        The call.
+    """
     names = ("tokens", "heads", "kv_heads", "head_dim", "batch")
     itemsize = BY_NAME[run["dtype"]].itemsize
     return Workload(**{name: run[name] for name in names}, itemsize=itemsize, causal=run.get("causal", True))

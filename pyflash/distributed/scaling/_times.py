@@ -98,7 +98,7 @@ def ring_steps(
     when both have done its work. All states but a rank's first are merged as they come; in `ring_attention`
     some wait for others, and the sum is the same.
     """
-    per_host, near, far = hardware.links(ranks)
+    per_host, near, far = hardware.links(integer("ranks", ranks, 1))
     rank = np.arange(ranks)
     leaves_host = (rank + 1) % ranks // per_host != rank // per_host
     merge = MERGE_PASSES * workload.state_bytes * workload.tokens / ranks / hardware.merge
@@ -120,7 +120,16 @@ def ring_steps(
 
 
 def ring(hardware: Hardware, workload: Workload, ranks: int, schedule: str = "zigzag") -> Prediction:
-    """Predict `ring_attention`; arguments as those of `ring_steps`.
+    """Predict `ring_attention`.
+
+    Parameters
+    ----------
+    hardware, workload : Hardware, Workload
+        Speeds, and the call.
+    ranks : int
+        Number of ranks.
+    schedule : {"zigzag", "contiguous", "stripe"}
+        As in `ring_attention`.
 
     Returns
     -------
@@ -146,8 +155,57 @@ def ring(hardware: Hardware, workload: Workload, ranks: int, schedule: str = "zi
 
 
 def alone(hardware: Hardware, workload: Workload) -> float:
-    """Return the seconds of one process."""
+    """Return the seconds of one process.
+
+    Parameters
+    ----------
+    hardware, workload : Hardware, Workload
+        Speeds, and the call.
+
+    Returns
+    -------
+    float
+        Seconds of the kernel.
+    """
     return workload.pairs * workload.flops_of_pair / hardware.flops
+
+
+def balanced_seconds(hardware: Hardware, workload: Workload, ranks: int) -> float:
+    """Return the seconds of a ring whose steps are all alike, in closed form.
+
+    Parameters
+    ----------
+    hardware, workload : Hardware, Workload
+        Speeds, and the call.
+    ranks : int
+        Number of ranks.
+
+    Returns
+    -------
+    float
+        What `ring` says of zigzag and, without causal order, of any schedule, but for the shorter messages of
+        zigzag's first rank.
+
+    Notes
+    -----
+    ``max(w1, t) + (ranks - 2) max(w, t) + w`` with the work `w` of a step, `w1` of the first, which has
+    nothing to merge, and `t` of a message on the slower link. Where messages and work take turns it is
+    the sum of all.
+    """
+    share = workload.tokens / integer("ranks", ranks, 1)
+    per_host, near, far = hardware.links(ranks)
+    square = share * share * workload.flops_of_pair / hardware.flops / (2 if workload.causal else 1)
+    diagonal = share / 2 * workload.flops_of_pair / hardware.flops if workload.causal else 0.0
+    merge = MERGE_PASSES * workload.state_bytes * share / hardware.merge
+    message = float((near if per_host == ranks else far).seconds(share * workload.kv_bytes))
+    first, other = square + diagonal, square + merge
+    if not hardware.overlaps:
+        steps = ranks * hardware.step_seconds + (ranks - 1) * message
+        return first + (ranks - 1) * other + steps
+    first, other = max(first, hardware.step_seconds), max(other, hardware.step_seconds)
+    if ranks == 1:
+        return first
+    return max(first, message) + (ranks - 2) * max(other, message) + other
 
 
 def hidden_from(hardware: Hardware, workload: Workload, link: Link | None = None) -> float:
@@ -257,7 +315,14 @@ def decode(hardware: Hardware, workload: Workload, ranks: int, rows: int = 1) ->
 
 
 def best_decode_ranks(hardware: Hardware, workload: Workload, rows: int = 1) -> float:
-    """Return the number of ranks after which decoding gets slower; arguments as those of `decode`.
+    """Return the number of ranks after which decoding gets slower.
+
+    Parameters
+    ----------
+    hardware, workload : Hardware, Workload
+        Speeds, and the call over `Workload.tokens` keys.
+    rows : int, default 1
+        New tokens of each sequence.
 
     Returns
     -------
