@@ -202,8 +202,12 @@ def test_decode_is_predicted(content, run):
     assert found.seconds == pytest.approx(run["seconds"], rel=TOLERANCE)
 
 
-def test_there_are_measured_points():
+def test_files_of_points_say_where_they_come_from():
     assert "cpu-2" in {path.stem for path in FILES}
+    for path in FILES:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        assert content["engine"] in ("MPI", "NCCL")
+        assert all(content[name] for name in ("machine", "date", "commit", "prefill")), path
 
 
 def test_points_without_messages_are_refused():

@@ -49,7 +49,7 @@ def scaling_measured() -> Figure:
         ratios = found.setdefault(f"{content['machine']}, {content['engine']}", [])
         for run in content["prefill"]:
             hardware, call = scaling.hardware_of(content, run), scaling.workload_of(run)
-            shape = f"{run['ranks']} ranks, {run['tokens']:,} tokens"
+            shape = f"{run['ranks']} ranks, {run['tokens']:,} tokens, {run['heads']}/{run['kv_heads']} heads"
             for name, seconds in run["seconds"].items():
                 if name == "heads":
                     predicted = scaling.head_parallel(hardware, call, run["ranks"])
