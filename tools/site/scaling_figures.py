@@ -108,7 +108,10 @@ def scaling_efficiency() -> Figure:
     """Draw the efficiency of zigzag over GPUs for several lengths, with and without what the caller costs."""
     figure, axes = plt.subplots(1, 2, figsize=(7.4, 3.6), sharey=True)
     free = dataclasses.replace(H200, step_seconds=0.0)
-    for ax, hardware, title in ((axes[0], H200, "1.3 ms of Python a step"), (axes[1], free, "none")):
+    for ax, hardware, title in (
+        (axes[0], H200, f"{1e3 * H200.step_seconds:.2g} ms of Python a step"),
+        (axes[1], free, "none"),
+    ):
         for colour, (name, length) in zip(SERIES, LENGTHS.items(), strict=True):
             one = scaling.alone(H200, _of(length))
             times = [scaling.balanced_seconds(hardware, _of(length), gpus) for gpus in GPUS]
@@ -150,7 +153,7 @@ def scaling_decode() -> Figure:
     figure, axes = plt.subplots(1, 2, figsize=(7.4, 3.6), sharey=True)
     free = dataclasses.replace(H200, decode_seconds=0.0)
     for ax, hardware, title in (
-        (axes[0], H200, "0.5 ms of Python a call"),
+        (axes[0], H200, f"{1e3 * H200.decode_seconds:.2g} ms of Python a call"),
         (axes[1], free, "none (a CUDA graph)"),
     ):
         for colour, (name, length) in zip(SERIES, LENGTHS.items(), strict=True):

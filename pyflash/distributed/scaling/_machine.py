@@ -67,9 +67,10 @@ class Hardware:
     ranks_per_host : int, optional
         By default all ranks share one host.
     step_seconds : float, default 0
-        What a step of the ring costs its caller without any work: Python, launches, collectives.
+        What a step of the ring costs its caller without any work: Python, launches, collectives. Hidden
+        behind the work where that goes on by itself.
     decode_seconds : float, default 0
-        The same of a call of `context_parallel_decode`.
+        The same of a call of `context_parallel_decode`, which hides nothing.
     overlaps : bool, default True
         Whether messages move, and the caller goes on, while the kernel works: NCCL does that, MPI does not.
     """
@@ -159,15 +160,15 @@ class Workload:
 #: the kernel (causal, 16,384 tokens), copies, reading a cache. Nominal: links (NVLink 4, 400 Gbit/s a GPU).
 #: Assumed: merging as fast as copying, latencies, and that Python costs what it costs ranks of MPI, measured.
 H200 = Hardware(
-    flops=350e12,
+    flops=338e12,
     merge=4.2e12,
     copy=4.2e12,
-    read=4.15e12,
+    read=4.0e12,
     near=Link(450e9, 5e-6),
     far=Link(50e9, 15e-6),
     ranks_per_host=8,
-    step_seconds=1.3e-3,
-    decode_seconds=5e-4,
+    step_seconds=8.5e-4,
+    decode_seconds=1.65e-4,
 )
 
 
@@ -185,7 +186,8 @@ def hardware_of(measured: Mapping[str, Any], run: Mapping[str, Any] | None = Non
     Returns
     -------
     Hardware
-        Of one host. What nobody measured costs nothing.
+        Of one host. Without `merge_seconds` merging is as fast as copying, and what
+        nobody measured costs nothing.
 
     Raises
     ------
@@ -200,21 +202,24 @@ def hardware_of(measured: Mapping[str, Any], run: Mapping[str, Any] | None = Non
     sent, merged = first("messages_seconds"), first("merge_seconds")
     if sent is None:
         raise invalid("measured", "no messages_seconds", "the seconds of the ring's messages alone")
-    merge = math.inf
+    copy = measured.get("copy_bytes_per_second", math.inf)
+    merge = copy
     if merged is not None:
         state = workload_of(merged).state_bytes * merged["tokens"] / merged["ranks"]
         passed = MERGE_PASSES * state * (merged["ranks"] - 1)  # of the rank with most, whatever the schedule
         merge = passed / float(np.median(list(merged["merge_seconds"].values())))
-    reads = [x["tokens"] * workload_of(x).kv_bytes / x["alone_seconds"] for x in measured.get("decode", ())]
+    decodes = measured.get("decode", ())
+    reads = [x["tokens"] * workload_of(x).kv_bytes / x["alone_seconds"] for x in decodes]
+    gathers = [x["gather_seconds"] for x in decodes if "gather_seconds" in x]
     own, sent_bytes = workload_of(run), sent["tokens"] / sent["ranks"] * workload_of(sent).kv_bytes
     return Hardware(
         flops=own.pairs * own.flops_of_pair / run["alone_seconds"],
         merge=merge,
-        copy=measured.get("copy_bytes_per_second", math.inf),
+        copy=copy,
         read=float(np.median(reads)) if reads else math.inf,
         near=Link((sent["ranks"] - 1) * sent_bytes / sent["messages_seconds"]),
         step_seconds=measured.get("step_seconds", 0.0),
-        decode_seconds=measured.get("decode_seconds", 0.0),
+        decode_seconds=measured.get("decode_seconds", float(np.median(gathers)) if gathers else 0.0),
         overlaps=measured["engine"] != "MPI",
     )
 
