@@ -7,6 +7,7 @@ is taken only for what the caller did not provide.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -97,6 +98,7 @@ class CudaBackend:
             tile=args.tile,
             family=args.family,
             batch_invariant=args.batch_invariant,
+            hopper=os.environ.get("PYFLASH_CUDA_WGMMA") == "1",
             expressions=expressions,
         )
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from . import _decode, _forward_fma, _forward_mma, _operations, _plan
+from . import _decode, _forward_fma, _forward_mma, _forward_wgmma, _operations, _plan
 from ._plan import Plan, Problem, Splits, Step, Variant
 
 
@@ -15,7 +15,7 @@ def plan(problem: Problem) -> Plan:
     """Return how a problem is computed."""
     if len(_plan.families_of(problem)) > 1:
         return _mixed(problem)
-    for module in () if problem.wide_scores else (_decode, _forward_mma, _forward_fma):
+    for module in () if problem.wide_scores else (_decode, _forward_wgmma, _forward_mma, _forward_fma):
         found: Plan | None = module.plan(problem)
         if found is not None:
             splits = Splits(found.max_splits, found.num_splits, found.split_keys)
@@ -41,7 +41,11 @@ def _mixed(problem: Problem) -> Plan:
 
 def _prefill(problem: Problem) -> tuple[str, int, int, tuple[Step, ...]]:
     """Return (kernel, keys of a tile, rows of a block, launches) for the sequences of many rows."""
-    for module, kernel in ((_forward_mma, "forward_mma"), (_forward_fma, "forward_fma")):
+    for module, kernel in (
+        (_forward_wgmma, "forward_wgmma"),
+        (_forward_mma, "forward_mma"),
+        (_forward_fma, "forward_fma"),
+    ):
         if not problem.wide_scores and module.takes(problem):
             splits = Splits(*_plan.split_fields(problem, 0))
             step = module.prefill_step(problem)._replace(splits=splits)
@@ -55,5 +59,5 @@ def _prefill(problem: Problem) -> tuple[str, int, int, tuple[Step, ...]]:
 
 def variants() -> Iterator[Variant]:
     """Yield every kernel that may be compiled, but for expressions of callers."""
-    for module in (_plan, _decode, _forward_mma, _forward_fma, _operations):
+    for module in (_plan, _decode, _forward_wgmma, _forward_mma, _forward_fma, _operations):
         yield from module.variants()

@@ -123,20 +123,21 @@ def takes(problem: Problem) -> bool:
         and problem.page_size < MAX_LENGTH
         and (tiles := _tiles(problem)) is not None
         and problem.tile in (None, tiles.tile)
-        and _num_blocks(problem, tiles)[1] <= _plan.MAX_BLOCKS
+        and num_blocks(problem, tiles.rows)[1] <= _plan.MAX_BLOCKS
     )
 
 
-def _is_packed(problem: Problem) -> bool:
+def is_packed(problem: Problem) -> bool:
+    """Return whether the heads that share keys are rows of one block."""
     return problem.group > 1 and problem.max_seqlen_q < PACKED_QUERIES
 
 
-def _num_blocks(problem: Problem, tiles: Tiles) -> tuple[int, int]:
+def num_blocks(problem: Problem, rows_of_block: int) -> tuple[int, int]:
     """Return (blocks of a head, blocks)."""
     rows, heads = problem.max_seqlen_q, problem.num_heads
-    if _is_packed(problem):
+    if is_packed(problem):
         rows, heads = rows * problem.group, problem.num_kv_heads
-    blocks = max(_plan.ceil_div(rows, tiles.rows), 1)
+    blocks = max(_plan.ceil_div(rows, rows_of_block), 1)
     return blocks, blocks * heads * _plan.split_fields(problem, 0)[0] * problem.batch
 
 
@@ -195,10 +196,10 @@ def prefill_step(problem: Problem) -> Step:
         positive_scale=problem.positive_scale,
         spans=problem.spans,
         paged=problem.page_size > 0,
-        packed=_is_packed(problem),
+        packed=is_packed(problem),
         expressions=problem.expressions,
     )
-    blocks_of_head, blocks = _num_blocks(problem, tiles)
+    blocks_of_head, blocks = num_blocks(problem, tiles.rows)
     shared = shared_bytes(tiles, width, width_v, paged=problem.page_size > 0, final=_is_final(problem))
     fields = (*_plan.row_limits(problem, "prefill"), ("row_blocks", blocks_of_head), _plan.section(problem))
     return Step(source, 32 * tiles.warps, blocks, shared, fields)
@@ -213,7 +214,7 @@ def plan(problem: Problem) -> Plan | None:
     if splits.are_merged:
         steps.append(_plan.combine_step(problem, _plan.row_limits(problem, "prefill")))
     reasons = [f"kernel: mma, {problem.q_dtype} of up to {CLASSES[-1]} elements a row on the matrix unit"]
-    if _is_packed(problem):
+    if is_packed(problem):
         reasons.append(f"rows: {problem.group} heads share their keys, and a block")
     return Plan("forward_mma", "prefill", tuple(steps), *tile_of(problem), *splits, tuple(reasons))
 

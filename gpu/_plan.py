@@ -59,6 +59,7 @@ class Problem(NamedTuple):
     tile: int | None = None
     family: str | None = None
     batch_invariant: bool = False
+    hopper: bool = False  # whether kernels for Hopper alone may be taken
     expressions: tuple[tuple[str, str], ...] = ()
 
     @property

@@ -232,7 +232,7 @@ CUDA_FILES = sorted(path.name for path in KERNELS.iterdir())
 #: Regular expression -> the files that may match it, comments left out.
 CUDA_ONLY_IN = {
     # Every function with PTX has a twin in the emulator, and architectures differ in nothing else.
-    r"\basm\b|\b__CUDA_ARCH__\b": ["ptx.cuh"],
+    r"\basm\b|\b__CUDA_ARCH__\b": ["ptx.cuh", "hopper.cuh"],
     # Which keys a row may see is said by c_src/shared/span.h, from what sequence.cuh hands it.
     r"\bwindow_(left|right)\b|\.span_(lo|hi)\b": ["call.cuh", "sequence.cuh"],
     # Blocks that have most to do begin first: an order, no mask.

@@ -108,7 +108,7 @@ PF_DEVICE void pf_finish_row(const pf_call &call, const pf_sequence &s, const pf
 PF_DEVICE void pf_finish_scores(const pf_call &call, const pf_sequence &s, const int2 *spans,
                                 const pf_row_terms *terms, int first, pf_scores &score,
                                 float (&bottom)[PF_ROW_TILES][2]) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 - PF_FIRST_WARP;
 #pragma unroll
     for (int m = 0; m < PF_ROW_TILES; m++)
 #pragma unroll

@@ -13,8 +13,17 @@
 #define pf_pack pf_pack_f16
 #endif
 
+/* Whether a warpgroup copies and others multiply, by wgmma: forward_wgmma.cu. */
+#ifndef PF_WGMMA
+#define PF_WGMMA 0
+#endif
+
 enum {
-    PF_THREADS = 32 * PF_WARPS,
+    PF_COPY_WARPS = PF_WGMMA ? 4 : PF_WARPS,
+    PF_COPY_THREADS = 32 * PF_COPY_WARPS,
+    /* Warps that compute, PF_WARPS of them, come behind those that do nothing but copy. */
+    PF_FIRST_WARP = PF_WGMMA ? PF_COPY_WARPS : 0,
+    PF_THREADS = 32 * (PF_WARPS + PF_FIRST_WARP),
     PF_WARP_ROWS = 16 * PF_ROW_TILES,
     PF_ROWS = PF_WARPS * PF_WARP_ROWS,
     /* Tiles in shared memory, in bytes from its begin; finished rows take their place. */
@@ -27,7 +36,7 @@ enum {
     /* Behind them: the block, spans of its rows, places of keys and values, what terms need to know of a row.
      */
     PF_BLOCK_AT = PF_V_END > PF_OUT_BYTES ? PF_V_END : PF_OUT_BYTES,
-    PF_BLOCK_BYTES = 384,
+    PF_BLOCK_BYTES = PF_WGMMA ? 512 : 384, /* with barriers of the copies */
     PF_SPANS_AT = PF_BLOCK_AT + PF_BLOCK_BYTES,
     PF_PLACES_AT = PF_SPANS_AT + PF_NUM_SIDES * PF_ROWS * 8,
     PF_QUERIES_AT = PF_PLACES_AT + (PF_PAGED ? 2 * 2 * PF_TILE * 8 : 0),
@@ -75,9 +84,11 @@ PF_DEVICE int64_t pf_head_of(const pf_block &block, int64_t row) {
                      : block.head;
 }
 
-/* Byte of 16-byte piece `piece` of a row of a tile in shared memory. The eight rows that the matrix unit
- * reads at a time lie in different banks. */
-template <int WIDTH> PF_DEVICE uint32_t pf_swizzled(uint32_t row, uint32_t piece) {
+/* Byte of 16-byte piece `piece` of a row of a tile of ROWS rows in shared memory. The eight rows that the
+ * matrix unit reads at a time lie in different banks. For wgmma 64 elements of all rows lie together. */
+template <int WIDTH, int ROWS> PF_DEVICE uint32_t pf_swizzled(uint32_t row, uint32_t piece) {
+    if (PF_WGMMA)
+        return piece / 8 * (ROWS * 128) + row * 128 + ((piece % 8 ^ row % 8) * 16);
     const uint32_t turn = WIDTH % 64 == 0 ? row % 8 : row / 2 % 4;
     return row * (WIDTH * 2) + ((piece ^ turn) * 16);
 }
@@ -94,19 +105,20 @@ template <int WIDTH> struct pf_copy {
         PIECES = WIDTH / 8,
         LANES = PIECES % 3 ? PIECES : PIECES / 3,
         REPEAT = PIECES / LANES,
-        ROWS = PF_THREADS / LANES, /* at a time */
+        ROWS = PF_COPY_THREADS / LANES, /* at a time */
+        ROW_BYTES = PF_WGMMA ? 128 : WIDTH * 2,
     };
 };
 
-/* Starts the copy of one row's pieces; the row is zeros where not valid. */
-template <int WIDTH>
+/* Starts the copy of one row's pieces, to a tile of ROWS rows; the row is zeros where not valid. */
+template <int WIDTH, int ROWS>
 PF_DEVICE void pf_copy_row(unsigned char *tile, uint32_t row, const char *from, bool valid, int width) {
     typedef pf_copy<WIDTH> copy;
     const uint32_t lane = threadIdx.x % copy::LANES;
 #pragma unroll
     for (int r = 0; r < copy::REPEAT; r++) {
         const uint32_t piece = lane + r * copy::LANES;
-        pf_cp_async16(tile + pf_swizzled<WIDTH>(row, piece), from + piece * 16,
+        pf_cp_async16(tile + pf_swizzled<WIDTH, ROWS>(row, piece), from + piece * 16,
                       valid && (int)piece * 8 < width);
     }
 }
@@ -133,16 +145,16 @@ PF_DEVICE void pf_copy_tile(unsigned char *tile, const pf_stream &stream, const 
         const char *next =
             stream.data + (first + (int64_t)row) * stream.stride + threadIdx.x % copy::LANES * 16;
         const int64_t step = copy::ROWS * stream.stride;
-        unsigned char *to = tile + pf_swizzled<WIDTH>(row, threadIdx.x % copy::LANES);
+        unsigned char *to = tile + pf_swizzled<WIDTH, PF_TILE>(row, threadIdx.x % copy::LANES);
 #pragma unroll
         for (int r = 0; r < PF_TILE / copy::ROWS; r++) {
 #pragma unroll
             for (int i = 0; i < copy::REPEAT; i++)
                 if (copy::ROWS % 8 == 0 && copy::REPEAT == 1)
-                    pf_cp_async16(to + r * copy::ROWS * WIDTH * 2, next, true);
+                    pf_cp_async16(to + r * copy::ROWS * copy::ROW_BYTES, next, true);
                 else
-                    pf_cp_async16(tile + pf_swizzled<WIDTH>(row + r * copy::ROWS,
-                                                            threadIdx.x % copy::LANES + i * copy::LANES),
+                    pf_cp_async16(tile + pf_swizzled<WIDTH, PF_TILE>(
+                                             row + r * copy::ROWS, threadIdx.x % copy::LANES + i * copy::LANES),
                                   next + i * copy::LANES * 16, true);
             next += step;
         }
@@ -154,7 +166,7 @@ PF_DEVICE void pf_copy_tile(unsigned char *tile, const pf_stream &stream, const 
         const uint32_t key = row + r * copy::ROWS;
         if (PF_TILE % copy::ROWS && key >= PF_TILE)
             break;
-        pf_copy_row<WIDTH>(tile, key, PF_PAGED ? from + places[key] : from, first + (int)key < num_keys,
+        pf_copy_row<WIDTH, PF_TILE>(tile, key, PF_PAGED ? from + places[key] : from, first + (int)key < num_keys,
                            stream.width);
         from += PF_PAGED ? 0 : copy::ROWS * stream.stride;
     }
@@ -163,7 +175,7 @@ PF_DEVICE void pf_copy_tile(unsigned char *tile, const pf_stream &stream, const 
 /* Looks up where keys and values of a tile lie in their pools: once for each, by a thread of its own. */
 PF_DEVICE void pf_find_places(const pf_call &call, const pf_sequence &s, int64_t kv_head, int64_t *places,
                               int first) {
-    for (int i = threadIdx.x; i < 2 * PF_TILE; i += PF_THREADS) {
+    for (int i = threadIdx.x; i < 2 * PF_TILE; i += PF_COPY_THREADS) {
         const uint32_t key = (uint32_t)(first + i % PF_TILE), page_size = (uint32_t)call.page_size;
         int64_t place = 0;
         if (key < s.mask.num_keys) {
@@ -217,9 +229,9 @@ struct pf_lane {
 
 PF_DEVICE pf_lane pf_get_lane() {
     const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    return {pf_swizzled<PF_HEAD_DIM>(warp * PF_WARP_ROWS + lane % 16, lane / 16),
-            pf_swizzled<PF_HEAD_DIM>(lane / 16 * 8 + lane % 8, lane / 8 % 2),
-            pf_swizzled<PF_HEAD_DIM_V>(lane % 16, lane / 16)};
+    return {pf_swizzled<PF_HEAD_DIM, PF_ROWS>(warp * PF_WARP_ROWS + lane % 16, lane / 16),
+            pf_swizzled<PF_HEAD_DIM, PF_TILE>(lane / 16 * 8 + lane % 8, lane / 8 % 2),
+            pf_swizzled<PF_HEAD_DIM_V, PF_TILE>(lane % 16, lane / 16)};
 }
 
 PF_DEVICE void pf_clear(pf_scores &score) {

@@ -15,7 +15,7 @@ from pyflash.gpu import _compile
 
 HERE = Path(__file__).resolve().parent
 CACHE = HERE.parents[1] / "build" / "emulator"
-HEADERS = ("cuda_on_host.h", "ptx_on_host.h")
+HEADERS = ("cuda_on_host.h", "ptx_on_host.h", "hopper_on_host.h")
 FLAGS = (
     "-O1",
     "-g1",

@@ -568,6 +568,7 @@ PF_MIN_MAX(double, double, float, )
 #undef PF_MIN_MAX
 
 #include "ptx_on_host.h"
+#include "hopper_on_host.h"
 
 /* --- what the library of a kernel offers to the runtime --- */
 

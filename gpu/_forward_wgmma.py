@@ -1,0 +1,200 @@
+"""The prefill kernel for Hopper's matrix unit, ``kernels/forward_wgmma.cu``: what it takes, and its tiles."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from . import _forward_mma, _plan
+from ._compile import Source
+from ._plan import Plan, Problem, Step, Variant
+
+#: Widths that rows are padded to in shared memory: 64 elements of all rows lie together there.
+CLASSES = (64, 128, 192, 256)
+CAPABILITY = 90
+#: What a block has beside rows, keys and values: what it works on, and barriers.
+_BLOCK_BYTES = 512
+
+
+class Tiles(NamedTuple):
+    """The shape of a block, and its registers."""
+
+    groups: int  # of four warps with 64 rows, beside the one that copies
+    tile: int  # keys
+    stages: int  # tiles of keys and of values in shared memory
+    turns: bool  # whether groups begin their products in turn
+    copy_registers: int
+    compute_registers: int
+
+    @property
+    def rows(self) -> int:
+        """Query rows of a block."""
+        return 64 * self.groups
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return 128 * (self.groups + 1)
+
+
+def width_class(width: int) -> int:
+    """Return what rows of `width` elements are padded to."""
+    return next(c for c in CLASSES if c >= width)
+
+
+def shared_bytes(tiles: Tiles, width: int, width_v: int, *, paged: bool, final: bool) -> int:
+    """Return the shared memory of a block: the sum that the enumeration in forward_mma_tile.cuh has."""
+    arrays = tiles.rows * width * 2 + tiles.stages * tiles.tile * (width + width_v) * 2
+    arrays = max(arrays, tiles.rows * width_v * 2)
+    places, terms = (32 * tiles.tile if paged else 0), (32 * tiles.rows if final else 0)
+    return arrays + _BLOCK_BYTES + 16 * tiles.rows + places + terms
+
+
+def _candidates(width: int, width_v: int) -> Iterator[Tiles]:
+    """Yield shapes, best first."""
+    widest = max(width, width_v)
+    if widest <= 128:
+        yield Tiles(2, 128, 2, True, 40, 232)
+    if widest <= 192:
+        yield Tiles(2, 96, 2, True, 40, 232)
+    yield Tiles(2, 80, 2, False, 24, 240)
+    yield Tiles(2, 64, 2, False, 24, 240)
+
+
+def _is_final(problem: Problem) -> bool:
+    return bool(problem.terms) or not problem.positive_scale
+
+
+def _tiles(problem: Problem) -> Tiles | None:
+    width, width_v = width_class(problem.head_dim), width_class(problem.head_dim_v)
+    for tiles in _candidates(width, width_v):
+        needed = shared_bytes(
+            tiles, width, width_v, paged=problem.page_size > 0, final=_is_final(problem)
+        )
+        if needed <= problem.shared_bytes:
+            return tiles
+    return None
+
+
+def takes(problem: Problem) -> bool:
+    """Return whether the kernel computes the prefill sequences of a problem."""
+    return (
+        problem.hopper
+        and problem.capability == CAPABILITY
+        and _forward_mma.takes(problem._replace(tile=None))
+        and (tiles := _tiles(problem)) is not None
+        and problem.tile in (None, tiles.tile)
+        and _num_blocks(problem, tiles)[1] <= _plan.MAX_BLOCKS
+    )
+
+
+def _num_blocks(problem: Problem, tiles: Tiles) -> tuple[int, int]:
+    """Return (blocks of a head, blocks)."""
+    return _forward_mma.num_blocks(problem, tiles.rows)
+
+
+def _source(
+    tiles: Tiles,
+    width: int,
+    width_v: int,
+    *,
+    bfloat16: bool,
+    terms: int = 0,
+    positive_scale: bool = True,
+    spans: bool = False,
+    paged: bool = False,
+    packed: bool = False,
+    expressions: tuple[tuple[str, str], ...] = (),
+) -> Source:
+    constants = {
+        "PF_HEAD_DIM": width,
+        "PF_HEAD_DIM_V": width_v,
+        "PF_BFLOAT16": int(bfloat16),
+        "PF_TERMS": terms,
+        "PF_POSITIVE_SCALE": int(positive_scale),
+        "PF_SPANS": int(spans),
+        "PF_PAGED": int(paged),
+        "PF_PACKED": int(packed),
+        "PF_WARPS": 4 * tiles.groups,
+        "PF_TILE": tiles.tile,
+        "PF_STAGES": tiles.stages,
+        "PF_TURNS": int(tiles.turns),
+        "PF_COPY_REGISTERS": tiles.copy_registers,
+        "PF_COMPUTE_REGISTERS": tiles.compute_registers,
+    }
+    defines = tuple((name, str(value)) for name, value in constants.items())
+    return Source("forward_wgmma.cu", "pf_forward_wgmma", defines, expressions)
+
+
+def tile_of(problem: Problem) -> tuple[int, int]:
+    """Return (keys of a tile, rows of a block) of a problem that `takes` takes."""
+    tiles = _tiles(problem)
+    assert tiles is not None
+    return tiles.tile, tiles.rows
+
+
+def prefill_step(problem: Problem) -> Step:
+    """Return the launch that computes the prefill sequences of a problem that `takes` takes."""
+    tiles = _tiles(problem)
+    assert tiles is not None, "asked `takes` before"
+    width, width_v = width_class(problem.head_dim), width_class(problem.head_dim_v)
+    source = _source(
+        tiles,
+        width,
+        width_v,
+        bfloat16=problem.q_dtype == "bfloat16",
+        terms=_plan.term_bits(problem),
+        positive_scale=problem.positive_scale,
+        spans=problem.spans,
+        paged=problem.page_size > 0,
+        packed=_forward_mma.is_packed(problem),
+        expressions=problem.expressions,
+    )
+    blocks_of_head, blocks = _num_blocks(problem, tiles)
+    shared = shared_bytes(tiles, width, width_v, paged=problem.page_size > 0, final=_is_final(problem))
+    fields = (*_plan.row_limits(problem, "prefill"), ("row_blocks", blocks_of_head), _plan.section(problem))
+    return Step(source, tiles.threads, blocks, shared, fields)
+
+
+def plan(problem: Problem) -> Plan | None:
+    """Prefill of 16-bit types on Hopper; a call with sequences of few rows is composed elsewhere."""
+    if _plan.families_of(problem) != ("prefill",) or not takes(problem):
+        return None
+    steps = [prefill_step(problem)]
+    splits = _plan.Splits(*_plan.split_fields(problem, 0))
+    if splits.are_merged:
+        steps.append(_plan.combine_step(problem, _plan.row_limits(problem, "prefill")))
+    reasons = [f"kernel: wgmma, {problem.q_dtype} of up to {CLASSES[-1]} elements a row on Hopper's matrix unit"]
+    if _forward_mma.is_packed(problem):
+        reasons.append(f"rows: {problem.group} heads share their keys, and a block")
+    return Plan("forward_wgmma", "prefill", tuple(steps), *tile_of(problem), *splits, tuple(reasons))
+
+
+def variants() -> Iterator[Variant]:
+    """Yield the kernel in every shape, and with every option in those that are used most."""
+    everything = sum(bit for name, bit in _plan.TERMS.items() if not name.endswith("_mod"))
+    usual = Problem(
+        CAPABILITY, 132, 232448, *3 * ("bfloat16",), 1, 8, 8, 128, 128, 4096, 4096, 4096, False, 0, True, False
+    )
+    for width, width_v in [(c, c) for c in CLASSES] + [(192, 128), (64, 128)]:
+        options: list[dict[str, int]] = [{}, {"spans": 1}]
+        if width == width_v and width in (64, 128):
+            options += [
+                {"spans": 1, "paged": 1, "packed": 1},
+                {"spans": 1, "paged": 1, "packed": 1, "terms": everything},
+                {"spans": 1, "positive_scale": 0},
+            ]
+        for option in options:
+            shape = usual._replace(
+                head_dim=width, head_dim_v=width_v, page_size=16 * option.get("paged", 0),
+                positive_scale=bool(option.get("positive_scale", 1)),
+                terms=frozenset(("bias",) if option.get("terms") else ()),
+            )  # fmt: skip
+            tiles = _tiles(shape)
+            assert tiles is not None
+            source = _source(tiles, width, width_v, bfloat16=True, **option)  # type: ignore[arg-type]
+            common = width == width_v == 128 and option in ({}, {"spans": 1})
+            yield Variant(source, (CAPABILITY,), 64 if max(width, width_v) <= 128 else 256, common)
+    tiles = _tiles(usual)
+    assert tiles is not None
+    yield Variant(_source(tiles, 128, 128, bfloat16=False), (CAPABILITY,), 64)

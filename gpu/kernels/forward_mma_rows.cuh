@@ -1,0 +1,255 @@
+/* Prefill on the matrix unit: what rows see, and what becomes of finished ones. */
+#ifndef PF_FORWARD_MMA_ROWS_CUH
+#define PF_FORWARD_MMA_ROWS_CUH
+
+#include "forward_mma_score.cuh"
+
+/* Rows of a warp once more, with care; the rare case, kept out of the kernel's registers. */
+static __device__ __noinline__ void pf_redo_rows(const pf_call &call, int64_t sequence, int64_t head,
+                                                 int64_t first, uint32_t rows) {
+    const pf_block block = {pf_get_sequence(call, sequence), first, 0, head, 0, 0, {}, {}, {}, {}, {}, {}};
+    for (int r = 0; r < PF_WARP_ROWS; r++)
+        if (rows >> r & 1)
+            pf_careful_row(call, block.s, pf_head_of(block, first + r), pf_query_of(block, first + r));
+}
+
+/* Puts the states of splits into the workspace. */
+PF_DEVICE void pf_store_states(const pf_call &call, const pf_block &block, int64_t first,
+                               const pf_warp_state &state) {
+    const pf_sequence &s = block.s;
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int m = 0; m < PF_ROW_TILES; m++)
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const int64_t i = first + 16 * m + 8 * h + lane / 4;
+            if (i >= block.num_rows)
+                continue;
+            const int64_t row = pf_state_row(call, s, pf_head_of(block, i), pf_query_of(block, i));
+            float *o = pf_partial_o(call, block.split, row);
+#pragma unroll
+            for (int n = 0; n < PF_HEAD_DIM_V / 8; n++)
+                if (8 * n < call.head_dim_v) {
+                    o[8 * n + lane % 4 * 2] = state.o[m][n][2 * h];
+                    o[8 * n + lane % 4 * 2 + 1] = state.o[m][n][2 * h + 1];
+                }
+            if (lane % 4 == 0) {
+                *pf_partial_m(call, block.split, row) = state.m[m][h];
+                *pf_partial_l(call, block.split, row) = state.l[m][h];
+            }
+        }
+}
+
+/* Finishes the rows of a warp and writes them. Shared memory is the warp's own from `staged` on. */
+PF_DEVICE void pf_store_rows(const pf_call &call, const pf_block &block, int64_t first, unsigned char *staged,
+                             pf_warp_state &state) {
+    const pf_sequence &s = block.s;
+    const int lane = threadIdx.x % 32;
+    /* Lane r finishes row r: log-sum-exp and the factor of its output. */
+    float own_m = 0, own_l = 0;
+#pragma unroll
+    for (int m = 0; m < PF_ROW_TILES; m++)
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const float top = __shfl_sync(PF_WARP_ALL, state.m[m][h], lane % 8 * 4);
+            const float sum = __shfl_sync(PF_WARP_ALL, state.l[m][h], lane % 8 * 4);
+            if (lane / 8 == 2 * m + h) {
+                own_m = top;
+                own_l = sum;
+            }
+        }
+    float own_factor = 0;
+    bool again = false;
+    if (lane < PF_WARP_ROWS && first + lane < block.num_rows) {
+        const int64_t i = pf_query_of(block, first + lane), head = pf_head_of(block, first + lane);
+        own_factor = (float)pf_output_factor((double)own_m, (double)own_l, pf_sink_of(call, head));
+        pf_store_lse(call, s, head, i, (double)own_m, (double)own_l);
+        /* Exponents so large that rounding them would show. */
+        again = !PF_FINAL && own_m != -pf_infinity() && fabsf(own_m) > 1e6f;
+    }
+    uint32_t broken = __ballot_sync(PF_WARP_ALL, again);
+    const bool wide = pf_dtype_size((int32_t)call.out.dtype) > 2;
+#pragma unroll
+    for (int m = 0; m < PF_ROW_TILES; m++)
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const int row = 16 * m + 8 * h + lane / 4;
+            const float factor = __shfl_sync(PF_WARP_ALL, own_factor, row);
+            const bool saw = state.m[m][h] != -pf_infinity();
+            float worst = 0;
+#pragma unroll
+            for (int n = 0; n < PF_HEAD_DIM_V / 8; n++)
+#pragma unroll
+                for (int e = 2 * h; e < 2 * h + 2; e++) {
+                    const float x = saw ? pf_finished(state.o[m][n][e], factor) : 0;
+                    worst += x * 0; /* stays 0 unless one is no number */
+                    state.o[m][n][e] = x;
+                }
+            const uint32_t lanes = __ballot_sync(PF_WARP_ALL, worst != 0);
+#pragma unroll
+            for (int g = 0; g < 8; g++)
+                broken |= (uint32_t)((lanes >> 4 * g & 15) != 0) << (16 * m + 8 * h + g);
+            if (!wide) {
+#pragma unroll
+                for (int n = 0; n < PF_HEAD_DIM_V / 8; n++) {
+                    const float low = state.o[m][n][2 * h], high = state.o[m][n][2 * h + 1];
+                    *(uint32_t *)(staged + pf_swizzled<PF_HEAD_DIM_V, PF_WARP_ROWS>(row, n) + lane % 4 * 4) =
+                        call.out.dtype == PF_BF16 ? pf_pack_bf16(low, high) : pf_pack_f16(low, high);
+                }
+            } else if (first + row < block.num_rows) {
+                char *out = pf_place(call.out, pf_query_offset(call.out, s, pf_head_of(block, first + row),
+                                                               pf_query_of(block, first + row)));
+#pragma unroll
+                for (int n = 0; n < PF_HEAD_DIM_V / 8; n++)
+                    if (8 * n < call.head_dim_v) {
+                        const int d = 8 * n + lane % 4 * 2;
+                        const float low = state.o[m][n][2 * h], high = state.o[m][n][2 * h + 1];
+                        if (call.out.dtype == PF_F64)
+                            *(double2 *)(out + d * 8) = make_double2((double)low, (double)high);
+                        else
+                            *(float2 *)(out + d * 4) = make_float2(low, high);
+                    }
+            }
+        }
+    __syncwarp();
+    if (!wide) {
+        const int pieces = PF_HEAD_DIM_V / 8;
+        for (int i = lane; i < PF_WARP_ROWS * pieces; i += 32) {
+            const int row = i / pieces, piece = i % pieces;
+            if (first + row < block.num_rows && piece * 8 < call.head_dim_v) {
+                char *out = pf_place(call.out, pf_query_offset(call.out, s, pf_head_of(block, first + row),
+                                                               pf_query_of(block, first + row)));
+                *(uint4 *)(out + piece * 16) =
+                    *(const uint4 *)(staged + pf_swizzled<PF_HEAD_DIM_V, PF_WARP_ROWS>(row, piece));
+            }
+        }
+        __syncwarp();
+    }
+    const int64_t left = block.num_rows - first;
+    if (left < PF_WARP_ROWS)
+        broken &= left <= 0 ? 0 : (1u << left) - 1;
+    if (broken)
+        pf_redo_rows(call, s.index, block.head, first, broken);
+}
+
+/* What rows see of one side. */
+PF_DEVICE void pf_find_spans(const pf_call &call, pf_block &block, int side, int2 *spans) {
+    const pf_sequence &s = block.s;
+    const pf_span keys = {pf_split_lo(call, s, block.split), pf_split_lo(call, s, block.split + 1)};
+    pf_span any = keys, all = keys, own;
+    for (int row = threadIdx.x; row < PF_ROWS; row += PF_THREADS) {
+        own = keys;
+        if (PF_SPANS)
+            own = pf_clip(pf_visible(&s.mask, pf_query_of(block, pf_row_of(block, row)), side), keys.lo,
+                          keys.hi);
+        spans[row] = make_int2((int)own.lo, (int)own.hi);
+    }
+    if (threadIdx.x != 0)
+        return;
+    if (PF_SPANS) {
+        const int64_t first = pf_query_of(block, block.first);
+        const int64_t last = pf_query_of(block, pf_row_of(block, PF_ROWS - 1));
+        any = pf_clip(pf_visible_to_any(&s.mask, first, last, side), keys.lo, keys.hi);
+        all = pf_clip(pf_visible_to_all(&s.mask, first, last, side), keys.lo, keys.hi);
+    }
+    block.begin[side] = (int)any.lo / PF_TILE;
+    block.end[side] = any.lo < any.hi ? ((int)any.hi + PF_TILE - 1) / PF_TILE : block.begin[side];
+    block.full_begin[side] = ((int)all.lo + PF_TILE - 1) / PF_TILE;
+    block.full_end[side] = (int)all.hi / PF_TILE;
+}
+
+/* What this block works on, told to all of its threads; false if there is nothing to compute. */
+PF_DEVICE bool pf_begin(const pf_call &call, pf_block &block) {
+    const pf_item item =
+        pf_get_item_in_sections(call, PF_PACKED ? call.num_kv_heads : call.num_heads, call.max_splits);
+    const pf_sequence s = pf_get_sequence(call, item.sequence);
+    const int64_t first = item.row_block * PF_ROWS;
+    const int64_t num_rows = PF_PACKED ? s.num_queries * s.group : s.num_queries;
+    if (!pf_is_mine(call, s) || first >= num_rows || item.split >= pf_num_splits(call, s))
+        return false;
+    if (threadIdx.x == 0) {
+        const int64_t kv_head = PF_PACKED ? item.head : pf_quotient(item.head, s.group);
+        block = {s, first, num_rows, item.head, item.split, kv_head, {}, {}, {}, {}, {}, {}};
+        block.keys = pf_get_stream(call, call.k, s, kv_head, call.head_dim);
+        block.values = pf_get_stream(call, call.v, s, kv_head, call.head_dim_v);
+    }
+    __syncthreads();
+    if (!pf_find_bad(call, block.s))
+        return true;
+    /* There may be more rows than the call has blocks for. */
+    const int64_t step = call.row_blocks * PF_ROWS;
+    for (int64_t at = block.first; !call.partial && at < block.num_rows; at += step)
+        for (int64_t row = at + threadIdx.x / 32; row < pf_min(at + PF_ROWS, block.num_rows);
+             row += PF_THREADS / 32)
+            pf_store_bad_row(call, block.s, pf_head_of(block, row), pf_query_of(block, row));
+    return false;
+}
+
+/* Starts the copies of the block's rows; those past the last are the last one. */
+PF_DEVICE void pf_copy_queries(const pf_call &call, const pf_block &block, unsigned char *shared) {
+    typedef pf_copy<PF_HEAD_DIM> copy;
+    for (int row = threadIdx.x / copy::LANES; row < PF_ROWS; row += copy::ROWS) {
+        const int64_t i = pf_row_of(block, row);
+        const char *q = pf_place(
+            call.q, pf_query_offset(call.q, block.s, pf_head_of(block, i), pf_query_of(block, i)));
+        pf_copy_row<PF_HEAD_DIM, PF_ROWS>(shared, row, q, true, (int)call.head_dim);
+    }
+}
+
+/* What tells tiles and rows from one another: spans, and what terms need to know. */
+PF_DEVICE void pf_look_at_rows(const pf_call &call, pf_block &block, unsigned char *shared) {
+    for (int side = 0; side < PF_NUM_SIDES; side++)
+        pf_find_spans(call, block, side, (int2 *)(shared + PF_SPANS_AT) + side * PF_ROWS);
+#if PF_FINAL
+    for (int row = threadIdx.x; row < PF_ROWS; row += PF_THREADS) {
+        const int64_t i = pf_row_of(block, row);
+        const pf_query q = pf_get_query(call, block.s, pf_head_of(block, i), pf_query_of(block, i));
+        ((pf_row_terms *)(shared + PF_QUERIES_AT))[row] = {q.position, q.bias, q.mask, q.slope,
+                                                           (int32_t)q.head};
+    }
+#endif
+}
+
+/* Whether every row sees all of a tile. */
+PF_DEVICE bool pf_is_full(const pf_block &block, int side, int tile) {
+    return tile >= block.full_begin[side] && tile < block.full_end[side];
+}
+
+/* Kept first tokens are a side of their own, where there are any. */
+PF_DEVICE int pf_first_side(const pf_block &block) {
+    return PF_SPANS && block.s.mask.sink_tokens > 0 ? PF_SINK_KEYS : PF_WINDOW_KEYS;
+}
+
+PF_DEVICE void pf_clear_state(pf_warp_state &state) {
+#pragma unroll
+    for (int m = 0; m < PF_ROW_TILES; m++)
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            state.m[m][h] = -pf_infinity();
+            state.l[m][h] = 0;
+#pragma unroll
+            for (int n = 0; n < PF_HEAD_DIM_V / 8; n++)
+                state.o[m][n][2 * h] = state.o[m][n][2 * h + 1] = 0;
+        }
+}
+
+/* Ends the sums of a warp's rows, the first of which is `first`: writes them, or their states where keys are
+ * split. Shared memory is the warp's own from `staged` on. */
+PF_DEVICE void pf_end_rows(const pf_call &call, const pf_block &block, int64_t first, unsigned char *staged,
+                           pf_warp_state &state) {
+#pragma unroll
+    for (int m = 0; m < PF_ROW_TILES; m++)
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            float &top = state.m[m][h];
+            if (!PF_FINAL && top != -pf_infinity())
+                top = pf_floored(top * (float)call.scale);
+            state.l[m][h] = pf_quad_sum(state.l[m][h]);
+        }
+    if (call.partial)
+        pf_store_states(call, block, first, state);
+    else
+        pf_store_rows(call, block, first, staged, state);
+}
+
+#endif
