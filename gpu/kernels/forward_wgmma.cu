@@ -99,29 +99,31 @@ PF_DEVICE void pf_copy_tiles(const pf_call &call, const pf_block &block, unsigne
 struct pf_group_state {
     pf_warp_state rows;
     uint32_t weights[PF_TILE / 16][4]; /* of the tile before, whose values are still to be added */
+    uint64_t q, k, v;                  /* its rows, and the first stages */
+    int number;
     int stage, before;                 /* of the next tile, and of the one before */
     uint32_t parity, before_parity;    /* of the phases in which these are full */
 };
 
 /* Begins the products of queries and keys. */
-PF_DEVICE void pf_begin_scores(float (&score)[PF_TILE / 2], const unsigned char *q, const unsigned char *k) {
+PF_DEVICE void pf_begin_scores(float (&score)[PF_TILE / 2], uint64_t q, uint64_t k) {
     pf_wgmma_fence();
 #pragma unroll
     for (int step = 0; step < PF_HEAD_DIM / 16; step++) {
         const int panel = step / 4, at = step % 4 * 32;
-        pf_wgmma_shared(score, pf_factor(q + panel * (PF_ROWS * 128) + at, 16, 1024),
-                        pf_factor(k + panel * (PF_TILE * 128) + at, 16, 1024), step > 0);
+        pf_wgmma_shared(score, pf_further(q, panel * (PF_ROWS * 128) + at),
+                        pf_further(k, panel * (PF_TILE * 128) + at), step > 0);
     }
     pf_wgmma_commit();
 }
 
 /* Begins the products of weights and values. */
 PF_DEVICE void pf_begin_values(float (&o)[PF_HEAD_DIM_V / 2], const uint32_t (&weights)[PF_TILE / 16][4],
-                               const unsigned char *v) {
+                               uint64_t v) {
     pf_wgmma_fence();
 #pragma unroll
     for (int step = 0; step < PF_TILE / 16; step++)
-        pf_wgmma_weights(o, weights[step], pf_factor(v + step * 2048, PF_TILE * 128, 1024));
+        pf_wgmma_weights(o, weights[step], pf_further(v, step * 2048));
     pf_wgmma_commit();
 }
 
@@ -157,22 +159,20 @@ PF_DEVICE void pf_pack_weights(const pf_scores &score, uint32_t (&weights)[PF_TI
  * become weights. No branch lies between products and their wait: ptxas would do them one by one. */
 template <bool FIRST>
 PF_DEVICE void pf_tile(const pf_call &call, const pf_block &block, unsigned char *shared, pf_pipe &pipe,
-                       int side, bool tested, int tile, float unit, const unsigned char *q,
-                       pf_group_state &group) {
+                       int side, bool tested, int tile, float unit, pf_group_state &group) {
     pf_scores score;
     float(&flat)[PF_TILE / 2] = *(float(*)[PF_TILE / 2]) & score[0][0][0];
     float(&o)[PF_HEAD_DIM_V / 2] = *(float(*)[PF_HEAD_DIM_V / 2]) & group.rows.o[0][0][0];
-    const int number = threadIdx.x / 128 - 1;
     pf_barrier_wait(&pipe.keys_full[group.stage], group.parity);
     if (PF_TURNS)
-        pf_group_sync(PF_TURN + number, PF_COMPUTE_THREADS);
-    pf_begin_scores(flat, q, shared + PF_K_AT + group.stage * PF_K_BYTES);
+        pf_group_sync(PF_TURN + group.number, PF_COMPUTE_THREADS);
+    pf_begin_scores(flat, group.q, pf_further(group.k, group.stage * PF_K_BYTES));
     if (!FIRST) {
         pf_barrier_wait(&pipe.values_full[group.before], group.before_parity);
-        pf_begin_values(o, group.weights, shared + PF_V_AT + group.before * PF_V_BYTES);
+        pf_begin_values(o, group.weights, pf_further(group.v, group.before * PF_V_BYTES));
     }
     if (PF_TURNS)
-        pf_group_arrive(PF_TURN + (number + 1) % PF_GROUPS, PF_COMPUTE_THREADS);
+        pf_group_arrive(PF_TURN + (group.number + 1) % PF_GROUPS, PF_COMPUTE_THREADS);
     pf_wgmma_wait<FIRST ? 0 : 1>();
     pf_wgmma_settled(flat);
     pf_used(&pipe.keys_empty[group.stage]);
@@ -199,35 +199,38 @@ PF_DEVICE void pf_tile(const pf_call &call, const pf_block &block, unsigned char
 PF_DEVICE void pf_compute_rows(const pf_call &call, const pf_block &block, unsigned char *shared,
                                pf_pipe &pipe) {
     const int warp = threadIdx.x / 32 - PF_FIRST_WARP;
-    const unsigned char *q = shared + warp / 4 * (64 * 128);
     const float unit = PF_FINAL ? (float)PF_LOG2_E : (float)(call.scale * PF_LOG2_E);
     pf_group_state group;
     pf_clear_state(group.rows);
+    group.number = __shfl_sync(PF_WARP_ALL, warp / 4, 0); /* known to be the same for a warp */
+    group.q = pf_factor(shared + group.number * (64 * 128), 16, 1024);
+    group.k = pf_factor(shared + PF_K_AT, 16, 1024);
+    group.v = pf_factor(shared + PF_V_AT, PF_TILE * 128, 1024);
     group.stage = group.before = 0;
     group.parity = group.before_parity = 0;
     bool begun = false;
     pf_barrier_wait(&pipe.queries, 0);
-    if (PF_TURNS && warp / 4 == PF_GROUPS - 1) /* the first turn is the first warpgroup's */
+    if (PF_TURNS && group.number == PF_GROUPS - 1) /* the first turn is the first warpgroup's */
         pf_group_arrive(PF_TURN, PF_COMPUTE_THREADS);
     for (int side = pf_first_side(block); side < PF_NUM_SIDES; side++) {
         int tile = block.begin[side];
         if (tile < block.end[side] && !begun) {
-            pf_tile<true>(call, block, shared, pipe, side, true, tile++, unit, q, group);
+            pf_tile<true>(call, block, shared, pipe, side, true, tile++, unit, group);
             begun = true;
         }
         while (tile < block.end[side]) {
 #pragma unroll 1
             for (; tile < block.end[side] && !pf_is_full(block, side, tile); tile++)
-                pf_tile<false>(call, block, shared, pipe, side, true, tile, unit, q, group);
+                pf_tile<false>(call, block, shared, pipe, side, true, tile, unit, group);
 #pragma unroll 1
             for (; tile < block.end[side] && tile < block.full_end[side]; tile++)
-                pf_tile<false>(call, block, shared, pipe, side, false, tile, unit, q, group);
+                pf_tile<false>(call, block, shared, pipe, side, false, tile, unit, group);
         }
     }
     if (begun) {
         float(&o)[PF_HEAD_DIM_V / 2] = *(float(*)[PF_HEAD_DIM_V / 2]) & group.rows.o[0][0][0];
         pf_barrier_wait(&pipe.values_full[group.before], group.before_parity);
-        pf_begin_values(o, group.weights, shared + PF_V_AT + group.before * PF_V_BYTES);
+        pf_begin_values(o, group.weights, pf_further(group.v, group.before * PF_V_BYTES));
         pf_wgmma_wait<0>();
         pf_wgmma_settled(o);
     }

@@ -160,9 +160,12 @@ PF_WGMMA_OF(256, 128, "%128", "%129", "%130", "%131", "%132")
 /* Where a factor lies in shared memory: in pieces of 8 rows of 128 bytes, turned as `pf_swizzled` does. Pieces
  * along the sum are `step` bytes apart, and those along the columns of a b whose rows lie along them `across`. */
 PF_DEVICE uint64_t pf_factor(const void *shared, uint32_t across, uint32_t step) {
-    const uint64_t turned = (uint64_t)1 << 62;
-    return turned | (uint64_t)(step / 16) << 32 | (uint64_t)(across / 16) << 16 |
-           (pf_shared_address(shared) & 0x3ffff) / 16;
+    return (uint64_t)1 << 62 | (uint64_t)(step / 16) << 32 | (across / 16 << 16 | pf_shared_address(shared) / 16);
+}
+
+/* The same some bytes further on. */
+PF_DEVICE uint64_t pf_further(uint64_t factor, uint32_t bytes) {
+    return factor + bytes / 16;
 }
 
 #endif
