@@ -7,7 +7,6 @@ is taken only for what the caller did not provide.
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -27,7 +26,7 @@ from .._description import (
 from .._errors import BackendUnavailable, invalid, unsupported
 from .._layout import row_blocks, sequences
 from .._masks import key_tiles
-from . import _choose, _compile, _device, _launch, _operations, _places, _plan, _prepared
+from . import _choose, _compile, _device, _forward_wgmma, _launch, _operations, _places, _plan, _prepared
 
 _ALIGNMENT = 16
 #: Beyond these scales, scores or the products that are scaled may not be numbers of float32.
@@ -98,7 +97,7 @@ class CudaBackend:
             tile=args.tile,
             family=args.family,
             batch_invariant=args.batch_invariant,
-            hopper=os.environ.get("PYFLASH_CUDA_WGMMA") == "1",
+            hopper=_forward_wgmma.is_on,
             expressions=expressions,
         )
 

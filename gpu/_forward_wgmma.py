@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import NamedTuple
 
 from . import _forward_mma, _plan
 from ._compile import Source
 from ._plan import Plan, Problem, Step, Variant
+
+#: Until it has been run and measured on a GPU, only who asks for it before the first import gets it.
+is_on = os.environ.get("PYFLASH_CUDA_WGMMA") == "1"
 
 #: Widths that rows are padded to in shared memory: 64 elements of all rows lie together there.
 CLASSES = (64, 128, 192, 256)
@@ -68,9 +72,7 @@ def _is_final(problem: Problem) -> bool:
 def _tiles(problem: Problem) -> Tiles | None:
     width, width_v = width_class(problem.head_dim), width_class(problem.head_dim_v)
     for tiles in _candidates(width, width_v):
-        needed = shared_bytes(
-            tiles, width, width_v, paged=problem.page_size > 0, final=_is_final(problem)
-        )
+        needed = shared_bytes(tiles, width, width_v, paged=problem.page_size > 0, final=_is_final(problem))
         if needed <= problem.shared_bytes:
             return tiles
     return None
@@ -164,7 +166,9 @@ def plan(problem: Problem) -> Plan | None:
     splits = _plan.Splits(*_plan.split_fields(problem, 0))
     if splits.are_merged:
         steps.append(_plan.combine_step(problem, _plan.row_limits(problem, "prefill")))
-    reasons = [f"kernel: wgmma, {problem.q_dtype} of up to {CLASSES[-1]} elements a row on Hopper's matrix unit"]
+    reasons = [
+        f"kernel: wgmma, {problem.q_dtype} of up to {CLASSES[-1]} elements a row on Hopper's matrix unit"
+    ]
     if _forward_mma.is_packed(problem):
         reasons.append(f"rows: {problem.group} heads share their keys, and a block")
     return Plan("forward_wgmma", "prefill", tuple(steps), *tile_of(problem), *splits, tuple(reasons))
@@ -174,7 +178,22 @@ def variants() -> Iterator[Variant]:
     """Yield the kernel in every shape, and with every option in those that are used most."""
     everything = sum(bit for name, bit in _plan.TERMS.items() if not name.endswith("_mod"))
     usual = Problem(
-        CAPABILITY, 132, 232448, *3 * ("bfloat16",), 1, 8, 8, 128, 128, 4096, 4096, 4096, False, 0, True, False
+        CAPABILITY,
+        132,
+        232448,
+        *3 * ("bfloat16",),
+        1,
+        8,
+        8,
+        128,
+        128,
+        4096,
+        4096,
+        4096,
+        False,
+        0,
+        True,
+        False,
     )
     for width, width_v in [(c, c) for c in CLASSES] + [(192, 128), (64, 128)]:
         options: list[dict[str, int]] = [{}, {"spans": 1}]
