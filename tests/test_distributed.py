@@ -17,6 +17,7 @@ from pyflash._state import fold_tree
 from pyflash.distributed import (
     RankFailed,
     _ring,
+    _routes,
     communicator,
     context_parallel_decode,
     head_parallel_attention,
@@ -101,6 +102,51 @@ def test_decode_with_known_places_gathers_no_lengths():
         np.testing.assert_allclose(out, want, atol=1e-6)
     state = 4 * (q.size + q.size // q.shape[-1])
     assert sorted(lengths) == [1, 1, 40, 40, state, state]  # each of two ranks: all well, a greeting, states
+
+
+class Talking(ThreadCommunicator):
+    """Counts small collectives."""
+
+    told = 0
+
+    def allgather(self, value):
+        self.told += 1
+        return super().allgather(value)
+
+
+def test_a_call_like_one_before_needs_one_collective_less(monkeypatch):
+    """What each rank sees is not found out again, unless something is different on any of them."""
+    _routes._kept.clear()
+    monkeypatch.setattr(_routes, "_MOST", 100)
+    arrays = _arrays(48)
+    uneven, other = np.array([16, 8, 24]), np.array([16, 24, 8])  # rank 0 has as many each time
+    calls = [  # lengths, options, small collectives
+        (None, dict(causal=True), 4),
+        (None, dict(causal=True), 3),
+        (uneven, dict(causal=True), 4),
+        (other, dict(causal=True), 4),
+        (other, dict(causal=True), 3),
+        (None, dict(causal=True), 4),  # and remembers the last
+        (None, dict(), 4),
+        (None, dict(causal=True, q_offset=-3), 4),
+        (None, dict(causal=True, q_offset=-3, softcap=3.0), 3),
+        (None, dict(spans=(0, 20)), 4),
+        (None, dict(spans=(0, 20)), 4),
+    ]
+
+    def work(comm):
+        done = []
+        for lengths, options, _ in calls:
+            mine = Talking(comm.shared, comm.rank)
+            parts = [shard(x, comm.rank, comm.size, lengths=lengths) for x in arrays]
+            done.append((ring_attention(*parts, comm=mine, **options), mine.told))
+        return done
+
+    results = on_ranks(3, work)
+    for i, (_, options, told) in enumerate(calls):
+        assert [mine[i][1] for mine in results] == [told] * 3, (i, options)
+        want = pyflash.flash_attention(*arrays, **options)
+        np.testing.assert_allclose(unshard([mine[i][0] for mine in results]), want, atol=2e-6)
 
 
 # --- bits ---

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import numpy as np
 
 from .._description import Array
-from . import _agreement, _ranges
+from . import _agreement, _ranges, _routes
 from ._arguments import Arguments, arguments
 from ._communicator import Communicator, communicator
+from ._routes import Route
 from ._schedules import Layout
 from ._states import State, States
 from ._step import Held, Steps
 from ._tree import RankTree
-from ._visible import messages, visible
+from ._visible import Rows, visible
 
 Result = Any
+_AnyRing = TypeVar("_AnyRing", bound="_Ring")
 
 
 def ring_attention(
@@ -110,9 +113,9 @@ def ring_attention(
     whichever comes first: bits are equal from run to run. They equal those of one process within the
     error rule, not bit for bit, since the borders between ranks are borders of sums.
 
-    Three small collectives come before the work: one compares arguments, one says which keys each rank
-    needs, one whether all found memory. One comes after it, and says whether all went well. A rank that
-    dies is for the launcher to notice.
+    Two or three small collectives come before the work: one compares arguments; one, unless a call like this
+    was made before, says which keys each rank needs; one whether all found memory. One comes after it, and
+    says whether all went well. A rank that dies is for the launcher to notice.
 
     References
     ----------
@@ -126,55 +129,66 @@ def ring_attention(
     for name in ("q", "k", "v"):
         given.pop(name)
     call, error = _agreement.attempt(lambda: arguments(world, q, k, v, given))
-    mine = None if call is None else {"facts": call.facts, "lengths": (call.lengths_q, call.lengths_kv)}
-    everyone = _agreement.exchange(world, mine, error)
+    ring = agreed(world, call, error, _Ring)
+    state, error = ring.run()
+    _agreement.exchange(world, None, error)
+    assert call is not None and state is not None
+    return call.finished(world, state.out, state.lse, like, return_lse)
+
+
+def agreed(
+    comm: Communicator,
+    call: Arguments | None,
+    error: Exception | None,
+    make: Callable[[Communicator, Arguments, tuple[Layout, Layout], Route], _AnyRing],
+) -> _AnyRing:
+    """Return the ring of a call on which all ranks agree, or raise the first error of any. A collective."""
+    key = None if call is None else _routes.key_of(call)
+    before, route = _routes.recall(comm.rank, key)
+    mine = None
+    if call is not None:
+        mine = {"facts": call.facts, "lengths": (call.lengths_q, call.lengths_kv), "keys": (key, before)}
+    everyone = _agreement.exchange(comm, mine, error)
     _agreement.check_same([one["facts"] for one in everyone])
     assert call is not None
     layouts = call.layouts(everyone)
-    ring, error = _agreement.attempt(lambda: _Ring(world, call, layouts))
-    needs = _agreement.exchange(world, None if ring is None else ring.needs, error)
+    keys = b"".join(one["keys"][0] or b"-" for one in everyone)
+    if route is None or any(one["keys"][1] != keys for one in everyone):
+        route = _found(comm, call, layouts)
+        _routes.remember(comm.rank, key, keys, route)
+    ring, error = _agreement.attempt(lambda: make(comm, call, layouts, route))
+    _agreement.exchange(comm, None, error)
     assert ring is not None
-    _, error = _agreement.attempt(lambda: ring.prepare(needs))
-    _agreement.exchange(world, None, error)
-    state, error = ring.run()
-    _agreement.exchange(world, None, error)
-    assert state is not None
-    return call.finished(world, state.out, state.lse, like, return_lse)
+    return ring
+
+
+def _found(comm: Communicator, call: Arguments, layouts: tuple[Layout, Layout]) -> Route:
+    """Find out what this rank sees, and with what the others need, what comes and goes. A collective."""
+
+    def needs() -> tuple[Rows, list[Array]]:
+        rows = visible(*layouts, comm.rank, call.mask, call.q_offset)
+        return rows, [rows.needs(layouts[1], rank) for rank in range(comm.size)]
+
+    mine, error = _agreement.attempt(needs)
+    everyone = _agreement.exchange(comm, None if mine is None else mine[1], error)
+    assert mine is not None
+    num_tokens: list[int] = layouts[1].lengths.sum(axis=1).tolist()
+    return _routes.route_of(comm.rank, mine[0], everyone, num_tokens)
 
 
 class _Ring:
     """One call on one rank."""
 
-    def __init__(self, comm: Communicator, call: Arguments, layouts: tuple[Layout, Layout]) -> None:
-        self._comm, self._call, self._layouts = comm, call, layouts
-        rows = visible(*layouts, comm.rank, call.mask, call.q_offset)
-        #: The tokens of each rank that rows here see.
-        self.needs = [rows.needs(layouts[1], rank) for rank in range(comm.size)]
+    def __init__(
+        self, comm: Communicator, call: Arguments, layouts: tuple[Layout, Layout], route: Route
+    ) -> None:
+        self._comm, self._call, self._layouts, self._route = comm, call, layouts, route
         self._states = States(comm, call)
-        self._steps = Steps(comm.rank, call, rows, layouts, self._states)
-        #: Of each step, which stretches of what is held go on, and what comes as how many stretches.
-        self._outgoing: list[Array] = []
-        self._incoming: list[_Message] = []
-        self._buffers: list[tuple[Any, Any]] = []
-
-    def prepare(self, needs: list[list[Array]]) -> None:
-        """Find out what comes and goes in each step, and make room for it."""
-        rank, size = self._comm.rank, self._comm.size
-
-        @functools.cache
-        def on_the_way(origin: int) -> list[Array]:
-            sent = messages(needs, origin)
-            return [_ranges.pair(0, self._num_tokens(origin)), *sent[1:], _ranges.EMPTY]
-
-        for step in range(size):  # the keys of rank - step are here, and those of the rank before it come
-            here, coming = on_the_way((rank - step) % size), on_the_way((rank - step - 1) % size)
-            self._outgoing.append(_ranges.runs(here[step + 1], here[step]))
-            stretches = _ranges.runs(coming[step + 1], coming[step])
-            self._incoming.append(_Message(coming[step + 1], np.diff(stretches).reshape(-1)))
-        room = max(_ranges.total(message.ranges) for message in self._incoming)
+        self._steps = Steps(comm.rank, call, route.rows, layouts, self._states)
+        room = max(_ranges.total(message.ranges) for message in route.incoming)
         if self._is_packed_first():
-            room = max(room, self._num_tokens(rank))
-        self._buffers = [(self._buffer(self._call.k, room), self._buffer(self._call.v, room)) for _ in "ab"]
+            room = max(room, self._num_tokens(comm.rank))
+        self._buffers = [(self._buffer(call.k, room), self._buffer(call.v, room)) for _ in "ab"]
 
     def _num_tokens(self, rank: int) -> int:
         return int(self._layouts[1].lengths[rank].sum())
@@ -182,7 +196,7 @@ class _Ring:
     def _is_packed_first(self) -> bool:
         """Return whether this rank's keys have gaps and are copied before they can be sent."""
         contiguous = all(_is_contiguous(_by_token(x)) for x in (self._call.k, self._call.v))
-        return len(self._outgoing[0]) > 0 and not contiguous
+        return len(self._route.outgoing[0]) > 0 and not contiguous
 
     def _buffer(self, like: Any, num_tokens: int) -> Any:
         shape = tuple(int(n) for n in _by_token(like).shape[1:])
@@ -204,11 +218,11 @@ class _Ring:
         rank, size = self._comm.rank, self._comm.size
         held, failure = self._own(), None
         for step in range(size):
-            coming = self._incoming[step]
+            coming = self._route.incoming[step]
             k, v = (x[: _ranges.total(coming.ranges)] for x in self._buffers[(step + 1) % 2])
             sends = [
                 (_by_token(x)[first:last], (rank + 1) % size)
-                for first, last in self._outgoing[step].tolist()
+                for first, last in self._route.outgoing[step].tolist()
                 for x in (held.k, held.v)
             ]
             ends = np.cumsum(coming.stretches).tolist()
@@ -228,13 +242,6 @@ class _Ring:
 
     def _take(self, tree: RankTree[State], held: Held) -> None:
         tree.add(held.rank, self._steps.attend(held))
-
-
-class _Message(NamedTuple):
-    """What comes of one rank's keys, and in stretches of how many tokens."""
-
-    ranges: Array
-    stretches: Array
 
 
 def _by_token(x: Any) -> Any:

@@ -19,12 +19,13 @@ from .._state import State, state_empty, state_merge
 from ..distributed import _ring as ring_of_ranks
 from ..distributed import ring_attention, shard
 from ..distributed._arguments import Arguments, arguments
+from ..distributed._communicator import Communicator
+from ..distributed._routes import Route
 from ..distributed._schedules import Layout
 from ..distributed._states import State as Found
 from ..distributed._states import States
 from ..distributed._step import Held, Part, Steps
 from ..distributed._tree import RankTree
-from ..distributed._visible import visible
 from ._ranks import ThreadRank, on_ranks
 
 #: Every keyword of `ring_attention` with its default.
@@ -92,9 +93,7 @@ def record(q: Array, k: Array, v: Array, *, size: int, schedule: str, causal: bo
         mine_q, mine_k, mine_v = map(np.ascontiguousarray, shards)
         options = {**_OPTIONS, "schedule": schedule, "causal": causal, "num_threads": 1}
         call = arguments(comm, mine_q, mine_k, mine_v, options)
-        everyone = comm.allgather({"lengths": (call.lengths_q, call.lengths_kv)})
-        ring = _RecordedRing(comm, call, call.layouts(everyone))
-        ring.prepare(comm.allgather(ring.needs))
+        ring = ring_of_ranks.agreed(comm, call, None, _RecordedRing)
         _, error = ring.run()
         if error is not None:
             raise error
@@ -106,11 +105,12 @@ def record(q: Array, k: Array, v: Array, *, size: int, schedule: str, causal: bo
 class _RecordedRing(ring_of_ranks._Ring):
     """The ring, which writes down what it does."""
 
-    def __init__(self, comm: ThreadRank, call: Arguments, layouts: tuple[Layout, Layout]) -> None:
-        super().__init__(comm, call, layouts)
-        rows = visible(*layouts, comm.rank, call.mask, call.q_offset)
+    def __init__(
+        self, comm: Communicator, call: Arguments, layouts: tuple[Layout, Layout], route: Route
+    ) -> None:
+        super().__init__(comm, call, layouts, route)
         self._states = self._watched = _RecordedStates(comm, call)
-        self._steps = self._calls = _RecordedSteps(comm.rank, call, rows, layouts, self._watched)
+        self._steps = self._calls = _RecordedSteps(comm.rank, call, route.rows, layouts, self._watched)
         self._taken: list[RankStep] = []
 
     def _take(self, tree: RankTree[Found], held: Held) -> None:
@@ -176,7 +176,7 @@ class _RecordedSteps(Steps):
 class _RecordedStates(States):
     """The states; knows of each over whose keys it is."""
 
-    def __init__(self, comm: ThreadRank, call: Arguments) -> None:
+    def __init__(self, comm: Communicator, call: Arguments) -> None:
         super().__init__(comm, call)
         self.known: list[Known] = []
         #: Where in `known` the contents of a state are, by the state that has them now.
