@@ -62,6 +62,7 @@ class CudaBackend:
             longest = args.block_table.shape[1] * args.k.shape[1]
         else:
             longest = args.k.shape[1]
+        scale = _launch.scale_of(args)
         terms = {name for name in _plan.TERMS if name not in ("softcap",) and getattr(args, name) is not None}
         if args.softcap:
             terms.add("softcap")
@@ -91,8 +92,8 @@ class CudaBackend:
             scaled=not (args.k_scale is None and args.v_scale is None and args.q_scale is None),
             terms=frozenset(terms),
             spans=args.causal or args.spans is not None or args.window != (-1, -1),
-            positive_scale=args.scale > 0,
-            wide_scores=args.scale != 0 and not _SMALLEST_SCALE <= abs(args.scale) <= _LARGEST_SCALE,
+            positive_scale=scale > 0,
+            wide_scores=scale != 0 and not _SMALLEST_SCALE <= abs(scale) <= _LARGEST_SCALE,
             num_splits=args.num_splits,
             tile=args.tile,
             family=args.family,

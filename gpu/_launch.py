@@ -77,6 +77,11 @@ def index(places: Places, array: Array | None) -> tuple[Any, ...]:
     return address, (*steps, 0, 0)[:2], array.itemsize
 
 
+def scale_of(args: AttentionArgs) -> float:
+    """Return the factor of products of queries and keys, with a scale that all queries have."""
+    return args.scale * args.q_scale if isinstance(args.q_scale, float) else args.scale
+
+
 def pack(args: AttentionArgs, places: Places, unchecked: int) -> Array:
     """Return a pf_call; what belongs to a plan is still 0."""
     call = np.zeros((), struct("pf_call"))
@@ -90,10 +95,7 @@ def pack(args: AttentionArgs, places: Places, unchecked: int) -> Array:
     call["lse"] = tensor(places, args.lse, (0, 2, 1, None))
     call["k_scale"] = tensor(places, args.k_scale, (0, 1, 2, None))
     call["v_scale"] = tensor(places, args.v_scale, (0, 1, 2, None))
-    scale = args.scale
-    if isinstance(args.q_scale, float):
-        scale *= args.q_scale
-    elif args.q_scale is not None:
+    if args.q_scale is not None and not isinstance(args.q_scale, float):
         call["q_scale"] = tensor(places, args.q_scale, (0, 1, 2, None))
     call["bias"] = tensor(places, args.bias, (0, 2, 1, 3))
     call["mask"] = tensor(places, args.mask, (0, 2, 1, 3), code=0)
@@ -122,7 +124,7 @@ def pack(args: AttentionArgs, places: Places, unchecked: int) -> Array:
             call[f"{name}_rows"], call[f"{name}_keys"] = term.shape[2:]
     call["window_left"], call["window_right"] = args.window
     call["sink_tokens"] = args.sink_tokens
-    call["scale"], call["softcap"] = scale, args.softcap
+    call["scale"], call["softcap"] = scale_of(args), args.softcap
     call["causal"], call["lse_includes_sinks"] = args.causal, args.lse_includes_sinks
     call["unchecked"] = unchecked
     return call

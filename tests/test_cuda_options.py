@@ -13,7 +13,7 @@ CUDA = [backend for backend in available() if backend.name == "cuda"]
 pytestmark = pytest.mark.skipif(not CUDA, reason="needs a GPU, or the emulator of one")
 
 
-@pytest.mark.parametrize("scale", [None, "number", "heads", "tokens"])
+@pytest.mark.parametrize("scale", [None, "number", "below 0", "heads", "tokens"])
 @pytest.mark.parametrize(("seqlen_q", "kv_dtype"), [(1, "bfloat16"), (20, "bfloat16"), (20, "float8_e4m3fn")])
 def test_float8_queries(seqlen_q, kv_dtype, scale):
     """They mean their number times the scale; what comes out is bfloat16 unless it is asked otherwise."""
@@ -23,6 +23,7 @@ def test_float8_queries(seqlen_q, kv_dtype, scale):
     scales = {
         None: 1.0,
         "number": 0.5,
+        "below 0": -0.5,
         "heads": np.linspace(0.25, 1, 4, dtype=np.float32),
         "tokens": np.random.default_rng(0).uniform(0.25, 1, codes.shape[:3]).astype(np.float32),
     }[scale]
