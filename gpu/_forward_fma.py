@@ -26,7 +26,8 @@ from ._plan import (
 CLASSES = (32, 64, 96, 128, 192, 256)
 #: Positions in a kernel have 32 bits.
 MAX_KEYS = 2**31 - 2**16
-_STATIC_BYTES = 512  # more than the kernel's other shared variables take
+#: The kernel's other shared variables lie before these, and fill up to what these are aligned to.
+_STATIC_BYTES = 1024
 _Q_DTYPES = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 #: Terms that change scores; the others hide keys.
 _SCORE_TERMS = frozenset({"softcap", "alibi_slopes", "bias", "score_mod"})

@@ -5,12 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from calls import dense, explain, normal, on_device, on_host, quantised, run, varlen
-from conftest import available
+from conftest import CUDA_IS_EMULATED, available
 from oracle import Call, assert_matches
 from oracle_terms import ancestors
 from terms import parents
 
 import pyflash
+from pyflash.gpu import _device
 
 CUDA = [backend for backend in available() if backend.name == "cuda"]
 pytestmark = pytest.mark.skipif(not CUDA, reason="needs a GPU, or the emulator of one")
@@ -123,3 +124,16 @@ def test_a_tree_on_the_gpu(seqlen_q, dtype, as_parents):
         *map(on_device, call.arrays.values()), **options, return_lse=True, backend="cuda"
     )
     assert_matches(on_host(out), on_host(lse), call)
+
+
+@pytest.mark.skipif(not CUDA_IS_EMULATED, reason="a GPU has the shared memory that it has")
+@pytest.mark.parametrize("head_dim", [64, 192])
+def test_a_tile_that_leaves_little_shared_memory(monkeypatch, head_dim):
+    """What a kernel has besides takes a whole KiB: dynamic memory begins at multiples of it."""
+    from emulator import Platform
+
+    dtype = "float64" if head_dim == 64 else "float32"
+    widths = dict(head_dim=head_dim, head_dim_v=min(head_dim, 128))
+    call = dense(812, seqlen_q=40, seqlen_kv=40, dtype=dtype, causal=True, **widths)
+    monkeypatch.setattr(_device, "platform", Platform("sm_86"))
+    assert_matches(*run(call, CUDA[0]), call)

@@ -37,6 +37,7 @@ SHARED_BYTES = {
     120: 101376,
 }
 MAX_STATIC_SHARED = 49152
+SHARED_ALIGNMENT = 1024
 MAX_THREADS = 1024
 MAX_GRID = (2**31 - 1, 65535, 65535)
 MAX_ARGUMENT = 4096
@@ -191,6 +192,8 @@ class Device:
                 f"{kernel.name}: a block of {threads} threads, at most {most} can be launched"
             )
         static = kernel.static_shared_bytes
+        if shared_bytes:  # which begins at a multiple of what it is aligned to, see ptx.cuh
+            static = -(-static // SHARED_ALIGNMENT) * SHARED_ALIGNMENT
         if static > MAX_STATIC_SHARED or shared_bytes < 0 or static + shared_bytes > self.shared_bytes:
             raise EmulationError(
                 f"{kernel.name}: {static} bytes of static and {shared_bytes} of dynamic shared memory, "
