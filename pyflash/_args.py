@@ -46,6 +46,8 @@ _PLAIN: dict[str, Any] = {
     **dict.fromkeys(("score_mod", "alibi_slopes", "bias", "spans", "mask", "mask_mod", "tree", "sinks")),
 }
 _SCORE_OPTIONS = frozenset(_PLAIN)
+#: Where states may begin on a GPU, whose loads and stores want multiples of their sizes.
+_WORKSPACE_ALIGNMENT = 8
 
 
 class Caller(NamedTuple):
@@ -491,5 +493,8 @@ def _workspace(workspace: Any, others: dict[str, Array], backend: str) -> Array 
     if backend == "cuda" and not isinstance(workspace, DeviceArray):
         where = "the cuda backend beside arrays in host memory"
         raise unsupported("workspace", _checks.describe(workspace), where, "leave it out")
+    if isinstance(array, DeviceArray) and array.address % _WORKSPACE_ALIGNMENT:
+        expected = f"a multiple of {_WORKSPACE_ALIGNMENT} on a GPU"
+        raise invalid("workspace", f"address {array.address:#x}", expected)
     _checks.writable_output("workspace", array, others)
     return array

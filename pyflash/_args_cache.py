@@ -209,7 +209,7 @@ def _append_scales(
         if scale is None and stored in _dtypes.QUANTISED:
             raise invalid(name, "None", f"the scale of a {stored.name} cache")
         shape = to_canonical(cache).shape[:3]
-        result.append(_args_terms.scale_of(name, scale, cache, shape, to_canonical))
+        result.append(_args_terms.scale_of(name, scale, cache, shape, to_canonical, any_float=True))
         per_token.append(isinstance(scale, np.ndarray) and scale.shape == cache.shape[:-1])
         if per_token[-1]:
             if stored not in _dtypes.QUANTISED:

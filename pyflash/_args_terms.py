@@ -305,11 +305,13 @@ def scale_of(
     to_canonical: Callable[[Array], Array],
     *,
     heads: str = "num_kv_heads",
+    any_float: bool = False,
 ) -> Array | None:
     """Return a storage scale as float32 with the axes (batch, token, kv head) of canonical keys.
 
     `stored` is the array that it belongs to in the caller's axes, `to_canonical` what turns such an
-    array into one with four axes. One per head that lies on a device stays of its type.
+    array into one with four axes. One per head that lies on a device stays of its type, which is
+    float32 unless `any_float` says that the kernels ask for the type.
     """
     if value is None:
         return None
@@ -331,6 +333,8 @@ def scale_of(
             f"a number, shape ({heads},) = ({num_heads},), or {per_token}, one per token and head",
         )
     if isinstance(array, DeviceArray):
+        if dtype.name != "float32" and not any_float:
+            raise invalid(name, f"dtype {array.dtype}", "float32 where it lies on a GPU")
         return np.broadcast_to(array, keys_shape)
     for h, x in enumerate(array.tolist()):
         narrowed(f"{name}[{h}]", x)

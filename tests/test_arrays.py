@@ -331,6 +331,7 @@ def test_options_of_the_cuda_backend(gpu):
         ("mask_mod", 1, "found 1 (int), expected a CUDA C++ expression in batch, head, query, key, as a str"),
         ("q_scale", 2.0, "found 2.0 (float), expected None: q is float32, not float8_e4m3fn"),
         ("workspace", on_gpu(np.zeros(9, F4)), None),
+        ("k_scale", on_gpu(np.ones(2)), "found dtype float64, expected float32 where it lies on a GPU"),
     ):
         with pytest.raises(pyflash.InvalidArgument) as caught:
             pyflash.flash_attention(**{**given, name: value})
@@ -342,6 +343,16 @@ def test_options_of_the_cuda_backend(gpu):
         pyflash.UnsupportedError, match=r"^workspace: .* the cuda backend beside arrays in host"
     ):
         pyflash.flash_attention(**arrays, workspace=np.zeros(9, np.uint8), backend="cuda")
+
+
+def test_a_workspace_begins_where_numbers_may(gpu):
+    """A GPU that is told to write a number between two places of numbers ends the whole process."""
+    given, buffer = on_gpu(some_call()[0]), on_gpu(np.zeros(99, np.uint8))
+    pyflash.flash_attention(**given, workspace=buffer[8:])
+    with pytest.raises(
+        pyflash.InvalidArgument, match=r"^workspace: found address 0x\w+, expected a multiple of 8"
+    ):
+        pyflash.flash_attention(**given, workspace=buffer[12:])
 
 
 def test_float8_queries(gpu):
