@@ -130,8 +130,8 @@ def repeat(
     out_low, out_high = _extent(args.out)
 
     def launch(where: tuple[int, ...], stream: int, others: tuple[int, ...], _kept: object = places) -> bool:
-        if of_this_stream not in (None, stream):
-            return False
+        if of_this_stream is not None and (stream != of_this_stream or device.is_capturing(stream)):
+            return False  # a graph may live longer than the copies
         workspace = 0
         if at is not None:
             workspace, others = others[at], (*others[:at], *others[at + 1 :])

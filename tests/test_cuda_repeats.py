@@ -170,6 +170,19 @@ def test_options_of_the_host_are_checked_each_time(cuda, checked):
     assert len(checked) == 4
 
 
+def test_copies_do_not_go_into_a_graph(cuda, checked, monkeypatch):
+    """They live as long as the call is remembered, a graph may live longer."""
+    from emulator import Device
+
+    given, _ = arrays(cuda, 0)
+    for _ in range(3):
+        pyflash.flash_attention(*given, k_scale=0.5, backend="cuda")
+    assert len(checked) == 2
+    monkeypatch.setattr(Device, "is_capturing", lambda *_: True)
+    with pytest.raises(pyflash.UnsupportedError, match="captured"):
+        pyflash.flash_attention(*given, k_scale=0.5, backend="cuda")
+
+
 def test_a_tuple_is_no_array(cuda, checked):
     """It is refused, also where the array in it makes a call that is known."""
     given, _ = arrays(cuda, 0)
