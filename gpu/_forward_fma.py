@@ -190,7 +190,7 @@ def prefill_step(problem: Problem) -> Step:
         terms=term_bits(problem),
     )  # fmt: skip
     source = Source("forward_fma.cu", "pf_forward_fma", defines, problem.expressions)
-    fields = (*row_limits(problem, "prefill"), ("row_blocks", blocks), section(problem))
+    fields = (*row_limits(problem, "prefill"), ("row_blocks", blocks), section(problem, others))
     return Step(source, 32 * tile.warps, blocks * others, needed, fields)
 
 

@@ -201,7 +201,8 @@ def prefill_step(problem: Problem) -> Step:
     )
     blocks_of_head, blocks = num_blocks(problem, tiles.rows)
     shared = shared_bytes(tiles, width, width_v, paged=problem.page_size > 0, final=_is_final(problem))
-    fields = (*_plan.row_limits(problem, "prefill"), ("row_blocks", blocks_of_head), _plan.section(problem))
+    section = _plan.section(problem, blocks // blocks_of_head)
+    fields = (*_plan.row_limits(problem, "prefill"), ("row_blocks", blocks_of_head), section)
     return Step(source, 32 * tiles.warps, blocks, shared, fields)
 
 

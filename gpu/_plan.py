@@ -179,15 +179,16 @@ def split_fields(problem: Problem, split_keys: int) -> tuple[int, int, int]:
 SECTION_BYTES = 32 * 2**20
 
 
-def section(problem: Problem) -> tuple[str, int]:
-    """Return the field of pf_call that says how many heads are taken together.
+def section(problem: Problem, heads: int) -> tuple[str, int]:
+    """Return the field of pf_call that says how many heads, of `heads` in the grid, are taken together.
 
     Where every row sees as much as any other, the order of blocks says nothing about their length.
     """
     if not problem.spans:
         return "section", 1
     size = BY_NAME[problem.kv_dtype].itemsize * (problem.head_dim + problem.head_dim_v)
-    return "section", max(SECTION_BYTES // max(size * problem.max_seqlen_kv, 1), 1)
+    fitting = SECTION_BYTES // max(size * problem.max_seqlen_kv, 1)
+    return "section", max(min(fitting, heads), 1)  # times blocks of a head it is no more than the grid
 
 
 def combine_step(problem: Problem, fields: tuple[tuple[str, int], ...]) -> Step:

@@ -33,6 +33,15 @@ def constants(problem: Problem) -> dict[str, int]:
     return {name: int(value) for name, value in _forward_mma.prefill_step(problem).source.defines}
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_sections_have_no_more_heads_than_the_grid(dtype):
+    """Short keys make room for any number of heads; where sections begin is a number of 32 bits."""
+    problem = H200._replace(q_dtype=dtype, kv_dtype=dtype, spans=True, max_seqlen_kv=0, max_seqlen_q=2**20)
+    (step,) = _choose.plan(problem).steps
+    fields = dict(step.fields)
+    assert 0 < fields["section"] * fields["row_blocks"] <= step.num_blocks
+
+
 def test_a_prefill_is_taken_by_one_step_that_covers_all_rows():
     plan = _forward_mma.plan(H200)
     assert plan is not None
