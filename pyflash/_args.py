@@ -349,7 +349,7 @@ def _call(
         isa=_args_options.isa(options["isa"]),
         num_threads=_args_options.positive("num_threads", options["num_threads"]),
         workspace=_workspace(options["workspace"], {**inputs, "out": out}, backend),
-        max_seqlen_q=extent.seqlen_q,
+        max_seqlen_q=min(extent.seqlen_q, queries.shape[1]),  # a bound may be above all queries there are
         batch_invariant=_args_options.owned_flag("batch_invariant", given, backend),
         q_scale=_q_scale(options["q_scale"], q, queries, layout, backend),
     )

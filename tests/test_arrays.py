@@ -148,6 +148,8 @@ def test_packed_sequences_on_the_gpu(gpu, cuda, index):
     assert gpu.calls[-1].batch == 3
     pyflash.flash_attention_varlen(**given, **options, max_seqlen_q=4)
     assert gpu.calls[-1].max_seqlen_q == (3 if index == "host" else 4)
+    pyflash.flash_attention_varlen(**given, **options, max_seqlen_q=10**9)
+    assert gpu.calls[-1].max_seqlen_q == (3 if index == "host" else 5)
     assert cuda.uploads == cuda.downloads == 0
 
 
