@@ -193,6 +193,8 @@ def attention_stats(
     rows = _STATS_FEW_ROWS if few else _STATS_ROWS
     keys = 16 * _STATS_THREADS // rows
     defines = _plan.generic_defines(problem)
+    if problem.wide_scores and problem.q_dtype != "float64":
+        defines = (*defines, ("PF_RESULT", "float"))
     others = problem.num_heads * problem.batch
     passes = []
     if any(x is not None for x in (args.max_logit, args.entropy, args.top_k_values, args.row_probabilities)):

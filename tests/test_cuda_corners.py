@@ -137,3 +137,16 @@ def test_a_tile_that_leaves_little_shared_memory(monkeypatch, head_dim):
     call = dense(812, seqlen_q=40, seqlen_kv=40, dtype=dtype, causal=True, **widths)
     monkeypatch.setattr(_device, "platform", Platform("sm_86"))
     assert_matches(*run(call, CUDA[0]), call)
+
+
+@pytest.mark.parametrize("scale", [1e-35, -1e33])
+def test_statistics_of_scales_beyond_float32(scale):
+    """They are computed in double, and results of float32 have room for no more than their type."""
+    call = dense(813, batch=1, seqlen_q=20, seqlen_kv=60, head_dim=32)
+    q, k, _ = call.arrays.values()
+    lse = pyflash.flash_attention(*call.arrays.values(), scale=scale, return_lse=True, backend="numpy")[1]
+    options = dict(scale=scale, top_k=3, rows=np.array([0, 5]))
+    want = pyflash.attention_stats(q, k, lse, **options, backend="numpy")
+    got = pyflash.attention_stats(q, k, lse, **options, backend="cuda")
+    for name in ("max_logit", "entropy", "key_mass", "top_k_values", "top_k_indices", "rows"):
+        np.testing.assert_allclose(getattr(got, name), getattr(want, name), rtol=1e-5, err_msg=name)

@@ -180,14 +180,14 @@ static __device__ __noinline__ pf_pair pf_get_pair(const pf_stats_call &call, co
 
 /* Whether an entry of a falling list comes before a probability: of equal ones the first stays first, and
  * NaN, to be seen, counts as the largest. */
-PF_DEVICE bool pf_comes_first(pf_real entry, int64_t key, pf_real p) {
+PF_DEVICE bool pf_comes_first(pf_result entry, int64_t key, pf_result p) {
     return key >= 0 && !(p > entry) && !(p != p && entry == entry);
 }
 
 /* The falling list of the largest probabilities of a row, in the memory of the results; a warp works on it.
  */
 struct pf_top {
-    pf_real *values;
+    pf_result *values;
     int64_t *keys;
     int64_t value_stride, key_stride, length;
 };
@@ -195,7 +195,7 @@ struct pf_top {
 PF_DEVICE pf_top pf_top_of(const pf_stats_call &call, const pf_stats_item &item, int64_t i) {
     const pf_tensor &values = call.top_k_values, &keys = call.top_k_indices;
     pf_top top;
-    top.values = (pf_real *)values.data + pf_query_offset(values, item.s, item.head, i);
+    top.values = (pf_result *)values.data + pf_query_offset(values, item.s, item.head, i);
     top.keys = (int64_t *)keys.data + pf_query_offset(keys, item.s, item.head, i);
     top.value_stride = values.stride_dim;
     top.key_stride = keys.stride_dim;
@@ -203,7 +203,7 @@ PF_DEVICE pf_top pf_top_of(const pf_stats_call &call, const pf_stats_item &item,
     return top;
 }
 
-PF_DEVICE void pf_clear_top(const pf_top &top, pf_real value) {
+PF_DEVICE void pf_clear_top(const pf_top &top, pf_result value) {
     for (int64_t n = threadIdx.x % 32; n < top.length; n += 32) {
         top.values[n * top.value_stride] = value;
         top.keys[n * top.key_stride] = -1;
@@ -211,12 +211,12 @@ PF_DEVICE void pf_clear_top(const pf_top &top, pf_real value) {
     __syncwarp();
 }
 
-PF_DEVICE bool pf_enters(const pf_top &top, pf_real p) {
+PF_DEVICE bool pf_enters(const pf_top &top, pf_result p) {
     const int64_t last = top.length - 1;
     return !pf_comes_first(top.values[last * top.value_stride], top.keys[last * top.key_stride], p);
 }
 
-static __device__ __noinline__ void pf_insert(const pf_top &top, pf_real p, int64_t key) {
+static __device__ __noinline__ void pf_insert(const pf_top &top, pf_result p, int64_t key) {
     const int lane = threadIdx.x % 32;
     int64_t place = 0;
     for (int64_t n = lane;; n += 32) {
@@ -232,7 +232,7 @@ static __device__ __noinline__ void pf_insert(const pf_top &top, pf_real p, int6
     for (int64_t end = top.length - 1; end > place; end -= 32) {
         const int64_t n = end - lane;
         const bool moves = n > place;
-        const pf_real value = moves ? top.values[(n - 1) * top.value_stride] : (pf_real)0;
+        const pf_result value = moves ? top.values[(n - 1) * top.value_stride] : (pf_result)0;
         const int64_t moved = moves ? top.keys[(n - 1) * top.key_stride] : 0;
         __syncwarp();
         if (moves) {
@@ -255,7 +255,7 @@ PF_DEVICE void pf_take_rows(const pf_stats_call &call, const pf_stats_item &item
     for (int r = warp; call.top_k && r < PF_TILE_ROWS && tile->q_row[r]; r += warps) {
         const pf_top top = pf_top_of(call, item, first_row + r);
         for (int c = 0; c < PF_TILE_KEYS; c += 32) {
-            const pf_real p = tile->p[r][c + lane];
+            const pf_result p = (pf_result)tile->p[r][c + lane];
             for (unsigned left = __ballot_sync(PF_WARP_ALL, !(p < 0) && pf_enters(top, p)); left;
                  left &= left - 1) {
                 const int source = __ffs((int)left) - 1;
@@ -271,12 +271,12 @@ PF_DEVICE void pf_take_rows(const pf_stats_call &call, const pf_stats_item &item
         for (unsigned left = __ballot_sync(PF_WARP_ALL, here); left; left &= left - 1) {
             const int source = __ffs((int)left) - 1;
             const int r = (int)(__shfl_sync(PF_WARP_ALL, mine, source) - first_row);
-            pf_real *place = (pf_real *)out.data + item.s.index * out.stride_batch +
-                             (first + source) * out.stride_token + item.head * out.stride_head;
+            pf_result *place = (pf_result *)out.data + item.s.index * out.stride_batch +
+                               (first + source) * out.stride_token + item.head * out.stride_head;
             for (int c = lane; c < PF_TILE_KEYS; c += 32) {
-                const pf_real p = tile->p[r][c];
+                const pf_result p = (pf_result)tile->p[r][c];
                 if (first_key + c < pf_min(item.s.mask.num_keys, call.num_keys))
-                    place[(first_key + c) * out.stride_dim] = p < 0 ? (pf_real)0 : p;
+                    place[(first_key + c) * out.stride_dim] = p < 0 ? (pf_result)0 : p;
             }
         }
     }
@@ -312,23 +312,25 @@ PF_DEVICE void pf_store_row_sums(const pf_stats_call &call, const pf_stats_item 
         }
         const int64_t i = first_row + r;
         if (call.max_logit.data)
-            ((pf_real *)call.max_logit.data)[pf_query_offset(call.max_logit, item.s, item.head, i)] = top;
+            ((pf_result *)call.max_logit.data)[pf_query_offset(call.max_logit, item.s, item.head, i)] =
+                (pf_result)top;
         if (call.entropy.data)
-            ((pf_real *)call.entropy.data)[pf_query_offset(call.entropy, item.s, item.head, i)] = sum;
+            ((pf_result *)call.entropy.data)[pf_query_offset(call.entropy, item.s, item.head, i)] =
+                (pf_result)sum;
     }
 }
 
 /* The results of rows [first_row, first_row + PF_TILE_ROWS) of a sequence whose indices cannot be: NaN. */
 PF_DEVICE void pf_store_bad_rows(const pf_stats_call &call, const pf_stats_item &item, int64_t first_row,
                                  pf_tile *tile) {
-    const pf_real nan = (pf_real)pf_nan();
+    const pf_result nan = (pf_result)pf_nan();
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     for (int r = warp; r < PF_TILE_ROWS && first_row + r < item.s.num_queries; r += PF_THREADS / 32) {
         const int64_t i = first_row + r;
         if (lane == 0 && call.max_logit.data)
-            ((pf_real *)call.max_logit.data)[pf_query_offset(call.max_logit, item.s, item.head, i)] = nan;
+            ((pf_result *)call.max_logit.data)[pf_query_offset(call.max_logit, item.s, item.head, i)] = nan;
         if (lane == 0 && call.entropy.data)
-            ((pf_real *)call.entropy.data)[pf_query_offset(call.entropy, item.s, item.head, i)] = nan;
+            ((pf_result *)call.entropy.data)[pf_query_offset(call.entropy, item.s, item.head, i)] = nan;
         if (call.top_k)
             pf_clear_top(pf_top_of(call, item, i), nan);
     }
@@ -337,8 +339,8 @@ PF_DEVICE void pf_store_bad_rows(const pf_stats_call &call, const pf_stats_item 
         const int64_t row = pf_index_at(call.rows, n);
         if (row < first_row || row >= pf_min(first_row + PF_TILE_ROWS, item.s.num_queries))
             continue;
-        pf_real *place = (pf_real *)out.data + item.s.index * out.stride_batch + n * out.stride_token +
-                         item.head * out.stride_head;
+        pf_result *place = (pf_result *)out.data + item.s.index * out.stride_batch + n * out.stride_token +
+                           item.head * out.stride_head;
         for (int64_t j = threadIdx.x; j < call.num_keys; j += PF_THREADS)
             place[j * out.stride_dim] = nan;
     }
@@ -412,7 +414,7 @@ extern "C" __global__ void __launch_bounds__(256, 1)
     const int64_t from = call.last_queries < 0 ? 0 : pf_max(num_queries - call.last_queries, 0);
     const int64_t num_keys = pf_min(bad ? call.num_keys : item.s.mask.num_keys, call.num_keys);
     const pf_tensor &out = call.key_mass;
-    pf_real *mass = (pf_real *)out.data + item.s.index * out.stride_batch + item.head * out.stride_head;
+    pf_result *mass = (pf_result *)out.data + item.s.index * out.stride_batch + item.head * out.stride_head;
     const int64_t step = call.attention.row_blocks * PF_TILE_KEYS;
     for (int64_t j = place.row_block * PF_TILE_KEYS; j < num_keys; j += step) {
         const int64_t end = pf_min(j + PF_TILE_KEYS, num_keys);
@@ -445,7 +447,7 @@ extern "C" __global__ void __launch_bounds__(256, 1)
             double sum = bad ? (double)pf_nan() : 0;
             for (int n = 0; n < PF_ROW_THREADS; n++)
                 sum += tile->key_sums[n][c];
-            mass[(j + c) * out.stride_token] = (pf_real)sum;
+            mass[(j + c) * out.stride_token] = (pf_result)sum;
         }
         __syncthreads();
     }

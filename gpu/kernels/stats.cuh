@@ -4,7 +4,13 @@
 
 #include "call.cuh"
 
-/* Results are of the compute type; null pointers: not wanted. */
+/* Results are of the compute type, unless that is double for the sake of a scale alone. */
+#ifndef PF_RESULT
+#define PF_RESULT PF_REAL
+#endif
+typedef PF_RESULT pf_result;
+
+/* Null pointers: not wanted. */
 struct pf_stats_call {
     pf_call attention;                 /* its v is k; out and lse mean nothing */
     pf_tensor lse, max_logit, entropy; /* placed as the log-sum-exp of a call; stride_dim is unused */
