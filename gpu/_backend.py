@@ -204,12 +204,14 @@ def _naming_expressions(args: AttentionArgs) -> Iterator[None]:
     try:
         yield
     except _compile.CompileError as error:
-        for name in ("score_mod", "mask_mod"):
-            if (expression := getattr(args, name)) is not None:
-                words = [line.strip() for line in str(error).splitlines() if "error" in line]
-                reason = words[-1] if words else str(error)
-                raise invalid(name, repr(expression), f"a C++ expression that compiles ({reason})") from None
-        raise
+        given = [name for name in ("score_mod", "mask_mod") if getattr(args, name) is not None]
+        if not given:
+            raise
+        # The compiler shows the line that it stumbles over, or names the function.
+        name = next((name for name in given if f"pf_{name}" in str(error).lower()), given[0])
+        reason = next((line.strip() for line in str(error).splitlines() if "error:" in line), str(error))
+        expected = f"a C++ expression that compiles ({reason})"
+        raise invalid(name, repr(getattr(args, name)), expected) from None
 
 
 def _tiles(args: AttentionArgs, plan: _plan.Plan) -> tuple[int, int, tuple[str, ...]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import ctypes
+import re
 
 import numpy as np
 import pytest
@@ -263,8 +264,11 @@ def test_pointers_of_another_signature_and_to_nothing_are_refused(any_isa, name)
 def test_an_expression_that_does_not_compile_is_named(any_isa, name, expression):
     if any_isa.name != "cuda":
         pytest.skip("takes no expressions")
-    with pytest.raises(pyflash.InvalidArgument) as caught:
-        pyflash.flash_attention(*dense(510).arrays.values(), **{name: expression}, **any_isa.kwargs)
-    assert str(caught.value).startswith(
-        f"{name}: found {expression!r}, expected a C++ expression that compiles ("
-    )
+    for options in ({}, {"score_mod": "score", "mask_mod": "key <= query"}):  # beside one that does
+        with pytest.raises(pyflash.InvalidArgument) as caught:
+            pyflash.flash_attention(
+                *dense(510).arrays.values(), **{**options, name: expression}, **any_isa.kwargs
+            )
+        words = f"{name}: found {expression!r}, expected a C++ expression that compiles ("
+        assert str(caught.value).startswith(words)
+        assert re.search(r"\w+\.cu\W.*: error: ", str(caught.value)), "what the compiler said first"
