@@ -168,7 +168,9 @@ def shape_of(problem: Problem) -> Shape | None:
     )  # fmt: skip
     if shape.team > 1:
         shape = shape._replace(warps=TEAM, blocks=TEAM_BLOCKS)
-    return _fit(shape, problem)
+    # Where bits may not depend on other rows, there is room for as many as a block can have.
+    found = _fit(shape._replace(rows=MAX_ROWS) if problem.batch_invariant else shape, problem)
+    return None if found is None else found._replace(rows=shape.rows)
 
 
 def _fit(shape: Shape, problem: Problem) -> Shape | None:

@@ -110,14 +110,18 @@ def shared_bytes(
 
 
 def _chosen(problem: Problem) -> tuple[Tile, int, int, int] | None:
-    """Return (tile, class of head_dim, of head_dim_v, shared bytes)."""
+    """Return (tile, class of head_dim, of head_dim_v, shared bytes).
+
+    Where bits may not depend on pages, tiles leave the room that these take.
+    """
     dim, dim_v = class_of(problem.head_dim), class_of(problem.head_dim_v)
     if dim is None or dim_v is None:
         return None
     for tile in TILES[problem.real][max(dim, dim_v)]:
         needed = shared_bytes(
             tile, problem.real, dim, dim_v,
-            paged=bool(problem.page_size), scaled=problem.scaled, spans=problem.spans,
+            paged=bool(problem.page_size) or problem.batch_invariant,
+            scaled=problem.scaled, spans=problem.spans,
         )  # fmt: skip
         if needed + _STATIC_BYTES <= problem.shared_bytes:
             return tile, dim, dim_v, needed

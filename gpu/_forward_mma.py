@@ -99,7 +99,8 @@ def _tiles(problem: Problem) -> Tiles | None:
         width_class(problem.head_dim_v),
         problem.capability,
         problem.shared_bytes,
-        paged=problem.page_size > 0,
+        # Where bits may not depend on pages, tiles leave the room that these take.
+        paged=problem.page_size > 0 or problem.batch_invariant,
         final=_is_final(problem),
         wide_terms=bool(problem.terms & _WIDE_TERMS),
         spans=problem.spans,

@@ -71,8 +71,10 @@ def _is_final(problem: Problem) -> bool:
 
 def _tiles(problem: Problem) -> Tiles | None:
     width, width_v = width_class(problem.head_dim), width_class(problem.head_dim_v)
+    # Where bits may not depend on pages, tiles leave the room that these take.
+    paged = problem.page_size > 0 or problem.batch_invariant
     for tiles in _candidates(width, width_v):
-        needed = shared_bytes(tiles, width, width_v, paged=problem.page_size > 0, final=_is_final(problem))
+        needed = shared_bytes(tiles, width, width_v, paged=paged, final=_is_final(problem))
         if needed <= problem.shared_bytes:
             return tiles
     return None

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from calls import assert_same_bits, dense, numpy_dtype, run
-from conftest import available
+from calls import assert_same_bits, dense, numpy_dtype, paged, quantised, run
+from conftest import CUDA_IS_EMULATED, available
+from emulator import Platform
 from oracle import assert_matches
 from oracle_terms import FLOAT8_VALUES
+
+from pyflash.gpu import _device
 
 CUDA = [backend for backend in available() if backend.name == "cuda"]
 pytestmark = pytest.mark.skipif(not CUDA, reason="needs a GPU, or the emulator of one")
@@ -47,3 +50,28 @@ def test_bits_that_do_not_depend_on_the_batch(dtype):
     for b, n in enumerate(lens):
         alone = call.of(q=call.arrays["q"][b : b + 1], **{x: call.arrays[x][b : b + 1, :n] for x in "kv"})
         assert_same_bits(run(alone, backend), (out[b : b + 1], lse[b : b + 1]), f"sequence {b}")
+
+
+@pytest.mark.skipif(not CUDA_IS_EMULATED, reason="a GPU has the shared memory that it has")
+@pytest.mark.parametrize("dtype", ["float16", "float64"])
+def test_bits_of_pages_where_shared_memory_is_short(monkeypatch, dtype):
+    """Where the keys of a tile lie takes shared memory, but not from the tile."""
+    monkeypatch.setattr(_device, "platform", Platform("sm_86"))
+    call = dense(
+        803, batch=1, seqlen_q=40, seqlen_kv=300, num_heads=1, dtype=dtype,
+        head_dim=32 if dtype == "float16" else 64, head_dim_v=64, causal=dtype == "float16",
+    )  # fmt: skip
+    backend = CUDA[0].reproducible
+    assert_same_bits(run(paged(call, 16), backend), run(call, backend), "paged")
+
+
+@pytest.mark.skipif(not CUDA_IS_EMULATED, reason="a GPU has the shared memory that it has")
+def test_bits_of_few_rows_where_shared_memory_is_short(monkeypatch):
+    """Twice as many rows take more shared memory, but not from what decides the order of sums."""
+    monkeypatch.setattr(_device, "platform", Platform("sm_75"))
+    call = dense(804, batch=1, seqlen_q=2, seqlen_kv=300, num_heads=8, num_kv_heads=1, head_dim=128)
+    call = quantised(call.of(q=call.arrays["q"].astype(np.float16)), "int8")
+    backend = CUDA[0].reproducible
+    out, lse = run(call, backend)
+    one = run(call.of(q=call.arrays["q"][:, :1]), backend)
+    assert_same_bits(one, (out[:, :1], lse[..., :1]), "one query")
