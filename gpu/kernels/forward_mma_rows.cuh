@@ -190,8 +190,8 @@ PF_DEVICE void pf_copy_queries(const pf_call &call, const pf_block &block, unsig
     typedef pf_copy<PF_HEAD_DIM> copy;
     for (int row = threadIdx.x / copy::LANES; row < PF_ROWS; row += copy::ROWS) {
         const int64_t i = pf_row_of(block, row);
-        const char *q = pf_place(
-            call.q, pf_query_offset(call.q, block.s, pf_head_of(block, i), pf_query_of(block, i)));
+        const char *q =
+            pf_place(call.q, pf_query_offset(call.q, block.s, pf_head_of(block, i), pf_query_of(block, i)));
         pf_copy_row<PF_HEAD_DIM, PF_ROWS>(shared, row, q, true, (int)call.head_dim);
     }
 }

@@ -153,9 +153,10 @@ PF_DEVICE void pf_copy_tile(unsigned char *tile, const pf_stream &stream, const 
                 if (copy::ROWS % 8 == 0 && copy::REPEAT == 1)
                     pf_cp_async16(to + r * copy::ROWS * copy::ROW_BYTES, next, true);
                 else
-                    pf_cp_async16(tile + pf_swizzled<WIDTH, PF_TILE>(
-                                             row + r * copy::ROWS, threadIdx.x % copy::LANES + i * copy::LANES),
-                                  next + i * copy::LANES * 16, true);
+                    pf_cp_async16(
+                        tile + pf_swizzled<WIDTH, PF_TILE>(row + r * copy::ROWS,
+                                                           threadIdx.x % copy::LANES + i * copy::LANES),
+                        next + i * copy::LANES * 16, true);
             next += step;
         }
         return;
@@ -166,8 +167,8 @@ PF_DEVICE void pf_copy_tile(unsigned char *tile, const pf_stream &stream, const 
         const uint32_t key = row + r * copy::ROWS;
         if (PF_TILE % copy::ROWS && key >= PF_TILE)
             break;
-        pf_copy_row<WIDTH, PF_TILE>(tile, key, PF_PAGED ? from + places[key] : from, first + (int)key < num_keys,
-                           stream.width);
+        pf_copy_row<WIDTH, PF_TILE>(tile, key, PF_PAGED ? from + places[key] : from,
+                                    first + (int)key < num_keys, stream.width);
         from += PF_PAGED ? 0 : copy::ROWS * stream.stride;
     }
 }

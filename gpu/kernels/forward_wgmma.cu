@@ -1,13 +1,13 @@
 /* Prefill on Hopper: what forward_mma.cu computes, with products of a whole warpgroup whose second factor
  * stays in shared memory (wgmma), and a warpgroup that does nothing but copy.
  *
- * The first warpgroup brings queries, then keys and values tile by tile, as far ahead as there are stages. Each
- * of the others has 64 rows. While it turns scores into weights, the products of the weights before with their
- * values are under way, and so are the other warpgroup's. Stages pass through barriers in shared memory: "full"
- * when they have come, "empty" when all warps have used them.
+ * The first warpgroup brings queries, then keys and values tile by tile, as far ahead as there are stages.
+ * Each of the others has 64 rows. While it turns scores into weights, the products of the weights before with
+ * their values are under way, and so are the other warpgroup's. Stages pass through barriers in shared
+ * memory: "full" when they have come, "empty" when all warps have used them.
  *
- * Copies are those of forward_mma.cu, so pages, packed sequences and strides of any size cost nothing extra, and
- * a call needs no description of its tensors. */
+ * Copies are those of forward_mma.cu, so pages, packed sequences and strides of any size cost nothing extra,
+ * and a call needs no description of its tensors. */
 #define PF_WGMMA 1
 #define PF_ROW_TILES 1
 #include "forward_mma_rows.cuh"
@@ -76,8 +76,8 @@ PF_DEVICE void pf_copy_tiles(const pf_call &call, const pf_block &block, unsigne
                                       tile * PF_TILE, num_keys);
             pf_copied(waiting, &pipe.keys_full[stage]);
             pf_barrier_wait(&pipe.values_empty[stage], parity);
-            pf_copy_tile<PF_HEAD_DIM_V>(shared + PF_V_AT + stage * PF_V_BYTES, block.values,
-                                        places + PF_TILE, tile * PF_TILE, num_keys);
+            pf_copy_tile<PF_HEAD_DIM_V>(shared + PF_V_AT + stage * PF_V_BYTES, block.values, places + PF_TILE,
+                                        tile * PF_TILE, num_keys);
             pf_copied(waiting, &pipe.values_full[stage]);
             pf_look_up(call, block, shared, tile + 1);
             if (++stage == PF_STAGES) {
@@ -101,8 +101,8 @@ struct pf_group_state {
     uint32_t weights[PF_TILE / 16][4]; /* of the tile before, whose values are still to be added */
     uint64_t q, k, v;                  /* its rows, and the first stages */
     int number;
-    int stage, before;                 /* of the next tile, and of the one before */
-    uint32_t parity, before_parity;    /* of the phases in which these are full */
+    int stage, before;              /* of the next tile, and of the one before */
+    uint32_t parity, before_parity; /* of the phases in which these are full */
 };
 
 /* Begins the products of queries and keys. */
@@ -155,14 +155,14 @@ PF_DEVICE void pf_pack_weights(const pf_scores &score, uint32_t (&weights)[PF_TI
             weights[n / 2][n % 2 * 2 + h] = pf_pack(score[0][n][2 * h], score[0][n][2 * h + 1]);
 }
 
-/* Begins a tile: its scores, and unless it is the first of all the values of the tile before, while the scores
- * become weights. No branch lies between products and their wait: ptxas would do them one by one. */
+/* Begins a tile: its scores, and unless it is the first of all the values of the tile before, while the
+ * scores become weights. No branch lies between products and their wait: ptxas would do them one by one. */
 template <bool FIRST>
 PF_DEVICE void pf_tile(const pf_call &call, const pf_block &block, unsigned char *shared, pf_pipe &pipe,
                        int side, bool tested, int tile, float unit, pf_group_state &group) {
     pf_scores score;
-    float(&flat)[PF_TILE / 2] = *(float(*)[PF_TILE / 2]) & score[0][0][0];
-    float(&o)[PF_HEAD_DIM_V / 2] = *(float(*)[PF_HEAD_DIM_V / 2]) & group.rows.o[0][0][0];
+    float (&flat)[PF_TILE / 2] = *(float (*)[PF_TILE / 2]) & score[0][0][0];
+    float (&o)[PF_HEAD_DIM_V / 2] = *(float (*)[PF_HEAD_DIM_V / 2]) & group.rows.o[0][0][0];
     pf_barrier_wait(&pipe.keys_full[group.stage], group.parity);
     if (PF_TURNS)
         pf_group_sync(PF_TURN + group.number, PF_COMPUTE_THREADS);
@@ -228,7 +228,7 @@ PF_DEVICE void pf_compute_rows(const pf_call &call, const pf_block &block, unsig
         }
     }
     if (begun) {
-        float(&o)[PF_HEAD_DIM_V / 2] = *(float(*)[PF_HEAD_DIM_V / 2]) & group.rows.o[0][0][0];
+        float (&o)[PF_HEAD_DIM_V / 2] = *(float (*)[PF_HEAD_DIM_V / 2]) & group.rows.o[0][0][0];
         pf_barrier_wait(&pipe.values_full[group.before], group.before_parity);
         pf_begin_values(o, group.weights, pf_further(group.v, group.before * PF_V_BYTES));
         pf_wgmma_wait<0>();

@@ -128,10 +128,10 @@ template <int COUNT> PF_DEVICE void pf_wgmma_settled(float (&d)[COUNT]) {
 #define PF_SUMS_96(i) PF_SUMS_64(i), PF_SUMS_32(i + 64)
 #define PF_SUMS_128(i) PF_SUMS_64(i), PF_SUMS_64(i + 64)
 
-/* d = a b, or d += a b where `adds`: 64 x 16 times 16 x COLUMNS; both factors in shared memory, each row along
- * the 16. Then the same for a in registers, and b with its rows along the columns. REGISTERS is half of
+/* d = a b, or d += a b where `adds`: 64 x 16 times 16 x COLUMNS; both factors in shared memory, each row
+ * along the 16. Then the same for a in registers, and b with its rows along the columns. REGISTERS is half of
  * COLUMNS, and the texts behind are the operands after those. */
-#define PF_WGMMA_OF(COLUMNS, REGISTERS, N0, N1, N2, N3, N4)                                                \
+#define PF_WGMMA_OF(COLUMNS, REGISTERS, N0, N1, N2, N3, N4)                                                  \
     PF_DEVICE void pf_wgmma_shared(float (&d)[REGISTERS], uint64_t a, uint64_t b, bool adds) {               \
         asm volatile("{\n.reg .pred adds;\nsetp.ne.b32 adds, " N2 ", 0;\n"                                   \
                      "wgmma.mma_async.sync.aligned.m64n" #COLUMNS "k16" PF_WGMMA_TYPES                       \
@@ -143,7 +143,7 @@ template <int COUNT> PF_DEVICE void pf_wgmma_settled(float (&d)[COUNT]) {
         asm volatile("{\n.reg .pred adds;\nsetp.eq.b32 adds, 0, 0;\n"                                        \
                      "wgmma.mma_async.sync.aligned.m64n" #COLUMNS "k16" PF_WGMMA_TYPES                       \
                      "{" PF_REGISTERS_##REGISTERS "}, {" N0 ", " N1 ", " N2 ", " N3 "}, " N4                 \
-                     ", adds, 1, 1, 1;\n}"                                                                   \
+                                                  ", adds, 1, 1, 1;\n}"                                      \
                      : PF_SUMS_##REGISTERS(0)                                                                \
                      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                  \
     }
@@ -157,10 +157,12 @@ PF_WGMMA_OF(256, 128, "%128", "%129", "%130", "%131", "%132")
 
 #endif
 
-/* Where a factor lies in shared memory: in pieces of 8 rows of 128 bytes, turned as `pf_swizzled` does. Pieces
- * along the sum are `step` bytes apart, and those along the columns of a b whose rows lie along them `across`. */
+/* Where a factor lies in shared memory: in pieces of 8 rows of 128 bytes, turned as `pf_swizzled` does.
+ * Pieces along the sum are `step` bytes apart, and those along the columns of a b whose rows lie along them
+ * `across`. */
 PF_DEVICE uint64_t pf_factor(const void *shared, uint32_t across, uint32_t step) {
-    return (uint64_t)1 << 62 | (uint64_t)(step / 16) << 32 | (across / 16 << 16 | pf_shared_address(shared) / 16);
+    return (uint64_t)1 << 62 | (uint64_t)(step / 16) << 32 |
+           (across / 16 << 16 | pf_shared_address(shared) / 16);
 }
 
 /* The same some bytes further on. */

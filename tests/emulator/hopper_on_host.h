@@ -1,7 +1,7 @@
 /* Twins of gpu/kernels/hopper.cuh. Part of cuda_on_host.h.
  *
- * Products of a warpgroup are worked out by each warp for its 16 of the 64 rows, and not before a wait asks for
- * them: who reads sums earlier, or writes to a factor before, gets what the hardware might give. */
+ * Products of a warpgroup are worked out by each warp for its 16 of the 64 rows, and not before a wait asks
+ * for them: who reads sums earlier, or writes to a factor before, gets what the hardware might give. */
 
 /* Place in the block's dynamic shared memory. */
 static inline uint32_t pf_shared_address(const void *shared) {
@@ -132,8 +132,8 @@ static inline void pf_emu_group_multiply(void *const (&lanes)[32], int number, i
         for (int r = 0; r < 16; r++)
             for (int k = 0; k < 16; k++) {
                 const int row = warp % 4 * 16 + r;
-                a[r][k] = pf_emu_group_number(pf_emu_factor_at(
-                    first.a, row / 8 * pf_emu_factor_step(first.a) + row % 8 * 128 + k * 2));
+                a[r][k] = pf_emu_group_number(
+                    pf_emu_factor_at(first.a, row / 8 * pf_emu_factor_step(first.a) + row % 8 * 128 + k * 2));
             }
     }
     for (int i = 0; i < 32; i++) {
