@@ -8,14 +8,16 @@ import time
 import numpy as np
 import pytest
 import spread
-from calls import assert_same_bits
+from calls import assert_same_bits, dense, quantised
 from oracle import assert_matches
 from threads import Failed, ThreadCommunicator, on_ranks
 
 import pyflash
+from pyflash._dtypes import numpy_dtype
 from pyflash._state import fold_tree
 from pyflash.distributed import (
     RankFailed,
+    _decode,
     _ring,
     _routes,
     communicator,
@@ -409,6 +411,38 @@ def test_a_decode_kernel_that_fails_is_everybodys_error(monkeypatch):
         assert {str(error) for error in errors} == {"no scratch (on rank 0)"}
 
 
+def test_lengths_that_cannot_be_read_are_everybodys_error(monkeypatch):
+    """They are read before ranks tell them to one another: others would wait for a rank that has none."""
+
+    num_keys, first = _decode._num_keys, iter([True])
+
+    def failing(call):
+        if next(first, False):
+            raise MemoryError("no lengths")
+        return num_keys(call)
+
+    monkeypatch.setattr(_decode, "_num_keys", failing)
+    errors = errors_of(3, lambda c: context_parallel_decode(*_arrays(8), comm=c, window=(3, 0)))
+    assert len({str(error) for error in errors}) == 1 and "no lengths" in str(errors[0])
+
+
+def test_an_exception_without_words_is_told():
+    class Wordless(Exception):
+        def __str__(self):
+            raise RuntimeError
+
+    class Failing(ThreadCommunicator):
+        def see(self, name, x):
+            raise Wordless
+
+    def work(comm):
+        own = Failing(comm.shared, comm.rank) if comm.rank == 1 else comm
+        return ring_attention(*_arrays(8), comm=own)
+
+    errors = errors_of(2, work)
+    assert {str(error) for error in errors} == {"Wordless: an exception without words (on rank 1)"}
+
+
 def test_what_is_no_communicator():
     with pytest.raises(pyflash.InvalidArgument, match=r"comm: found 3 .*expected a communicator of mpi4py"):
         communicator(3)
@@ -418,6 +452,91 @@ def test_what_is_no_communicator():
 def test_decode_refuses(options):
     errors = errors_of(2, lambda c: context_parallel_decode(*_arrays(8), comm=c, **options))
     assert {type(error) for error in errors} == {pyflash.InvalidArgument}
+
+
+@pytest.mark.parametrize(
+    ("kv_start", "message"),
+    [
+        (np.zeros(3, int), "kv_start: found shape (3,), expected shape (batch,) = (2,)"),
+        (np.zeros(2, np.uint64), "kv_start: found dtype uint64, expected int32 or int64"),
+        (0.5, "kv_start: found"),
+    ],
+)
+def test_decode_refuses_wrong_places(kv_start, message):
+    places = dict(kv_start=kv_start, q_offset=9)
+    errors = errors_of(2, lambda c: FUNCTIONS["decode"](c, **places))
+    assert {type(error) for error in errors} == {pyflash.InvalidArgument}
+    assert str(errors[0]).startswith(message)
+
+
+def test_numbers_of_numpy_are_compared_after_a_call_that_was_right():
+    """They have a shape and a type, like arrays, which say nothing about them."""
+    wrong = dict(
+        scale=(np.float64(0.5), np.float64(0.25)),
+        softcap=(np.float32(2), np.float32(3)),
+        q_offset=(np.int64(9), np.int64(8)),
+        causal=(np.True_, np.False_),  # of which one gathers lengths and the other does not
+    )
+    for name, values in wrong.items():
+        on_ranks(2, lambda c: FUNCTIONS["decode"](c, **{name: values[0]}))  # noqa: B023
+        errors = errors_of(2, lambda c: FUNCTIONS["decode"](c, **{name: values[c.rank]}))  # noqa: B023
+        assert len({str(error) for error in errors}) == 1
+        assert str(errors[0]) == (
+            f"{name}: found {values[0]} on rank 0 and {values[1]} on rank 1, expected the same everywhere"
+        )
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_a_type_of_results_may_be_said_in_several_ways(function):
+    ways = ["float16", np.float16, np.dtype("float16")]
+    for out in on_ranks(3, lambda c: FUNCTIONS[function](c, out_dtype=ways[c.rank])):
+        assert out.dtype == np.float16
+    errors = errors_of(2, lambda c: FUNCTIONS[function](c, out_dtype=int))
+    assert str(errors[0]).startswith("out_dtype: found") and str(errors[0]).endswith("(on rank 0)")
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_two_numbers_in_a_byte(function):
+    """Values of int4 are twice as wide as their arrays."""
+    seqlen_q = 2 if function == "decode" else 40
+    call = quantised(dense(80, num_heads=4, num_kv_heads=2, seqlen_q=seqlen_q, seqlen_kv=40), "int4", "heads")
+    options = dict(call.options, causal=True)
+    q, k, v = (call.arrays[name] for name in "qkv")
+    want = pyflash.flash_attention(q, k, v, **options)
+
+    def work(comm):
+        if function == "decode":
+            parts = [shard(x, comm.rank, comm.size, schedule="contiguous") for x in (k, v)]
+            return context_parallel_decode(q, *parts, comm=comm, **options)
+        parts = [shard(x, comm.rank, comm.size, schedule="zigzag") for x in (q, k, v)]
+        return spread.FUNCTIONS[function](*parts, comm=comm, schedule="zigzag", **options)
+
+    results = on_ranks(3, work)
+    out = results[0] if function == "decode" else unshard(results)
+    np.testing.assert_allclose(out, want, atol=2e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_slopes_of_stripes_are_not_rounded(dtype):
+    """Between stripes of three ranks a step is three positions, and three times a slope has more digits."""
+    q, k, v = _arrays(200, dtype="float64")
+    slopes = np.array([0.1, 0.3, 0.05, 0.7]).astype(numpy_dtype(dtype))
+    options = dict(causal=True, alibi_slopes=slopes)
+    want = pyflash.flash_attention(q, k, v, **options)
+
+    def work(comm):
+        parts = [shard(x, comm.rank, comm.size, schedule="stripe") for x in (q, k, v)]
+        return ring_attention(*parts, comm=comm, schedule="stripe", **options)
+
+    np.testing.assert_allclose(unshard(on_ranks(3, work), schedule="stripe"), want, atol=1e-12)
+
+
+@pytest.mark.parametrize("reach", [2**63 - 1, 2**70])
+def test_a_window_reaches_as_far_as_it_says(reach):
+    q, k, v = _arrays(24)
+    want = pyflash.flash_attention(q, k, v, window=(reach, reach))
+    out = unshard(on_ranks(2, lambda c: ring_with(c, window=(reach, reach))))
+    np.testing.assert_allclose(out, want, atol=1e-6)
 
 
 def test_torch_tensors_come_back_as_such():

@@ -34,7 +34,11 @@ class Failure(NamedTuple):
     @classmethod
     def of(cls, error: Exception) -> Failure:
         """Return what is told of an exception."""
-        return cls(type(error).__name__, str(error))
+        try:
+            words = str(error)
+        except Exception:  # others wait for what is told, and an exception may fail at that too
+            words = "an exception without words"
+        return cls(type(error).__name__, words)
 
     def exception(self, rank: int) -> Exception:
         """Return what every rank raises: of the same class where that is Python's or pyflash's own."""
@@ -81,6 +85,8 @@ def check_same(facts: list[dict[str, Any]]) -> None:
 
 def fact_of(x: Any) -> Any:
     """Return what is compared of a small argument: a number itself, an array's shape and a digest."""
+    if isinstance(x, np.generic):  # a number, which ranks may also give as Python's
+        x = x.item()
     if x is None or isinstance(x, (bool, int, float, str, tuple)):
         return x
     array = np.ascontiguousarray(on_host(x))

@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .. import _api
+from .. import _api, _dtypes
 from .._arrays import on_host
-from .._checks import choice
+from .._checks import choice, dtype_named
 from .._description import Array
 from .._errors import invalid, unsupported
 from ._agreement import fact_of
@@ -22,6 +22,10 @@ _AGREED = (
     *("causal", "window", "scale", "softcap", "alibi_slopes", "sinks", "q_offset", "lse_includes_sinks"),
     *("k_scale", "v_scale", "kv_dtype", "schedule", "return_lse"),
 )
+
+#: As far as any key is from any query: what `q_offset` may be, and as much again. A window that reaches
+#: further is cut to it, so that sums of positions stay numbers of int64.
+_FARTHEST = 1 << 50
 
 #: Options that kernels get as they are, call by call.
 _FOR_KERNELS = ("scale", "softcap", "k_scale", "v_scale", "kv_dtype", "backend", "num_threads", "isa")
@@ -53,6 +57,11 @@ class Arguments(NamedTuple):
     backend: str | None
 
     @property
+    def width(self) -> int:
+        """Width of the result."""
+        return width_of(self.v, self.kernel.get("kv_dtype"))
+
+    @property
     def compute(self) -> str:
         """The type of states."""
         return "float64" if dtype_name(self.q) == "float64" else "float32"
@@ -80,12 +89,24 @@ def dtype_name(x: Any) -> str:
     return str(x.dtype).rpartition(".")[2]
 
 
+def width_of(v: Any, kv_dtype: str | None) -> int:
+    """Return the width of values, of which an item of an array may hold two."""
+    stored = None if kv_dtype is None else _dtypes.BY_NAME[_dtypes.OF_BYTES[kv_dtype]]
+    return int(v.shape[-1]) * (1 if stored is None else stored.per_item)
+
+
+def named_dtype(out_dtype: Any) -> str | None:
+    """Return the name of a type that may be given in several ways; ranks compare names."""
+    return None if out_dtype is None else dtype_named("out_dtype", out_dtype).name
+
+
 def arguments(comm: Communicator, q: Any, k: Any, v: Any, options: dict[str, Any]) -> Arguments:
     """Check what a rank was given; its keys stand for all keys."""
     choice("schedule", options["schedule"], SCHEDULES)
     q, k, v = (comm.see(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
     for name in ("alibi_slopes", "sinks", "cu_seqlens_q", "cu_seqlens_kv", "k_scale", "v_scale"):
         options[name] = comm.see(name, options[name])
+    options["out_dtype"] = named_dtype(options["out_dtype"])
     _check(q, k, v, options)
     cu_seqlens = [options["cu_seqlens_q"], options["cu_seqlens_kv"]]
     cu_seqlens = [None if x is None else on_host(x) for x in cu_seqlens]
@@ -147,7 +168,7 @@ def _facts(q: Any, k: Any, v: Any, lengths: list[tuple[int, ...]], options: dict
     facts["cu_seqlens_q"] = f"{len(lengths[0])} sequences"
     facts["cu_seqlens_kv"] = f"{len(lengths[1])} sequences"
     facts["spans"] = "None" if options["spans"] is None else "spans"
-    facts["out_dtype"] = None if options["out_dtype"] is None else str(options["out_dtype"])
+    facts["out_dtype"] = options["out_dtype"]
     for name in _AGREED:
         value = options[name]
         facts[name] = fact_of(tuple(value) if name == "window" and value is not None else value)
@@ -157,8 +178,8 @@ def _facts(q: Any, k: Any, v: Any, lengths: list[tuple[int, ...]], options: dict
 def _window(window: Any) -> tuple[int | None, int | None]:
     left, right = (None, None) if window is None else window
     return (
-        None if left is None or left == -1 else int(left),
-        None if right is None or right == -1 else int(right),
+        None if left is None or left == -1 else min(int(left), _FARTHEST),
+        None if right is None or right == -1 else min(int(right), _FARTHEST),
     )
 
 

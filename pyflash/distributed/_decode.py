@@ -10,12 +10,12 @@ import numpy as np
 
 from .. import _api, _api_cache
 from .._arrays import on_host
-from .._checks import flag
+from .._checks import flag, index_array, integer
 from .._description import Array
 from .._errors import invalid
 from . import _agreement
 from ._agreement import attempt, fact_of
-from ._arguments import dtype_name
+from ._arguments import dtype_name, named_dtype, width_of
 from ._communicator import Communicator, communicator
 
 #: What is compared between ranks.
@@ -146,8 +146,8 @@ def context_parallel_decode(
     _check_greetings(world, greetings.wait(), call, error)
     assert call is not None
     if call.needs_lengths:
-        offset = _local_offset(world, call)
-        _, error = attempt(lambda: _attend(call, offset))
+        lengths = world.start_allgather_bytes(call.num_keys.view(np.uint8)).wait()
+        _, error = attempt(lambda: _attend(call, _local_offset(world, call, lengths)))
     return _merged(world, call, error, like)
 
 
@@ -162,13 +162,14 @@ class _Call(NamedTuple):
     is_paged: bool
     axis: int | None  # what was added to q: that of rows or of heads
     bhsd: bool
+    num_keys: Any  # of each sequence on this rank, (batch,) int64; where ranks have to tell one another
     mine: Any  # out and lse, as one array
     everyone: Any  # (size, len(mine))
 
     @property
     def out_shape(self) -> tuple[int, ...]:
         """Shape of `out`."""
-        return (*(int(n) for n in self.q.shape[:-1]), int(self.v.shape[-1]))
+        return (*(int(n) for n in self.q.shape[:-1]), width_of(self.v, self.options["kv_dtype"]))
 
     @property
     def lse_shape(self) -> tuple[int, ...]:
@@ -191,7 +192,7 @@ class _Call(NamedTuple):
         heads = 1 if self.is_paged and given["cache_layout"] == "hnd" else -2
         facts["k"] = f"{self.k.shape[heads]} heads, dtype {dtype_name(self.k)}"
         facts["v"] = f"{self.v.shape[heads]} heads of width {self.v.shape[-1]}, dtype {dtype_name(self.v)}"
-        facts["out_dtype"] = str(given["out_dtype"])
+        facts["out_dtype"] = given["out_dtype"]
         facts["kv_start"] = "None" if given["kv_start"] is None else "numbers"
         for name in _AGREED:
             value = given[name]
@@ -211,6 +212,7 @@ def _call(comm: Communicator, q: Any, k: Any, v: Any, options: dict[str, Any]) -
     q, k, v = (comm.see(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
     for name in (*_ARRAYS, "k_scale", "v_scale"):
         options[name] = comm.see(name, options[name])
+    options["out_dtype"] = named_dtype(options["out_dtype"])
     form = _form(q, k, v, options)
     digest = _digests.get(form, b"")
     if not digest:
@@ -225,7 +227,7 @@ def _call(comm: Communicator, q: Any, k: Any, v: Any, options: dict[str, Any]) -
         axis, q = -3, q[:, None]
     elif len(q.shape) == 2:
         axis, q, k, v = -2, q[:, None, :], k[:, None, :], v[:, None, :]
-    call = _Call(q, k, v, options, digest, is_paged, axis, bhsd, None, None)
+    call = _Call(q, k, v, options, digest, is_paged, axis, bhsd, None, None, None)
     if not digest:
         digest = hashlib.sha256(repr(call.facts).encode()).digest()
         if form is not None:
@@ -236,6 +238,7 @@ def _call(comm: Communicator, q: Any, k: Any, v: Any, options: dict[str, Any]) -
     compute = "float64" if dtype_name(q) == "float64" else "float32"
     return call._replace(
         digest=digest,
+        num_keys=np.ascontiguousarray(_num_keys(call)) if call.needs_lengths else None,
         mine=comm.empty((num,), compute, q),
         everyone=comm.empty((comm.size, num), compute, q),
     )
@@ -256,7 +259,7 @@ def _form(q: Any, k: Any, v: Any, options: dict[str, Any]) -> tuple[Any, ...] | 
 def _form_of(x: Any) -> Any:
     """Return what can be told of an argument without looking at elements."""
     shape = getattr(x, "shape", None)
-    if shape is None:
+    if shape is None or isinstance(x, np.generic):  # NumPy's numbers have a shape too, but what counts is x
         return x if x is None else (type(x), x)
     strides = x.stride() if callable(getattr(x, "stride", None)) else x.strides
     return type(x), tuple(shape), x.dtype, tuple(strides), str(getattr(x, "device", None))
@@ -269,14 +272,16 @@ def _check(q: Any, k: Any, v: Any, options: dict[str, Any]) -> None:
     if options["block_table"] is None:
         for name in ("block_table", "cache_layout"):
             checked.pop(name)
+    _api.explain(q, k, v, **checked)
     if options["kv_start"] is not None:
         if options["q_offset"] is None:
             raise invalid("q_offset", "None", "the position of the first query, beside kv_start")
-        start = np.asarray(on_host(options["kv_start"]))
-        if start.dtype.kind not in "iu" or start.ndim > 1:
-            found = f"an array of shape {start.shape} and dtype {start.dtype}"
-            raise invalid("kv_start", found, "(batch,) integers")
-    _api.explain(q, k, v, **checked)
+        start = options["kv_start"]
+        if isinstance(start, (int, np.integer)):
+            integer("kv_start", start)
+        else:
+            batch = int(q.shape[0]) if len(k.shape) == 4 else 1
+            index_array("kv_start", on_host(start), (batch,), f"(batch,) = ({batch},)")
 
 
 def _num_keys(call: _Call) -> Array:
@@ -287,10 +292,9 @@ def _num_keys(call: _Call) -> Array:
     return np.full(call.k.shape[0] if len(call.k.shape) == 4 else 1, call.k.shape[-3], np.int64)
 
 
-def _local_offset(comm: Communicator, call: _Call) -> Array:
-    """Return the position of the first query, counted from this rank's first key. A collective."""
-    mine = np.ascontiguousarray(_num_keys(call)).view(np.uint8)
-    lengths = np.ascontiguousarray(comm.start_allgather_bytes(mine).wait()).view(np.int64)
+def _local_offset(comm: Communicator, call: _Call, told: Array) -> Array:
+    """Return the position of the first query, counted from this rank's first key, of all ranks' lengths."""
+    lengths = np.ascontiguousarray(told).view(np.int64)
     offset = call.options["q_offset"]
     if offset is None:
         offset = lengths.sum(axis=0) - call.q.shape[-3]

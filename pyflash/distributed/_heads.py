@@ -147,7 +147,7 @@ class _Exchange:
             )
         ]
         num_rows, total = int(queries.lengths[comm.rank].sum()), int(queries.totals.sum())
-        width = int(call.v.shape[-1])
+        width = call.width
         batch = tuple(int(n) for n in call.q.shape[:-3])
         make, compute = comm.empty, call.compute
         # Of all rows and the heads here, then of the rows here and all heads.

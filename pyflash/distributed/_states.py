@@ -58,7 +58,7 @@ class States:
         self._comm, self._call = comm, call
         shape = tuple(int(n) for n in call.q.shape[:-1])
         self.num_rows = shape[-2]
-        self._shape = (*shape, int(call.v.shape[-1]))
+        self._shape = (*shape, call.width)
         self._lse_shape = (*shape[:-2], shape[-1], shape[-2])
         self._free: list[State] = []
         self.num_made = 0
@@ -81,6 +81,10 @@ class States:
     def part(self, num_rows: int) -> State:
         """Return a state of some rows, without contents."""
         return self._empty(self._call.compute, num_rows)
+
+    def scaled(self, slopes: Any, factor: int) -> Any:
+        """Return slopes times a number, in the type of computation: in their own they might be rounded."""
+        return self._comm.from_host(np.full(1, factor, self._call.compute), self._call.q) * slopes
 
     def shift(self, amount: Array, slopes: Any) -> Any:
         """Return the amounts of one or all sequences of a batch times the slopes of heads, for an `lse`."""

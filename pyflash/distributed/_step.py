@@ -167,7 +167,7 @@ class Steps:
         if slopes is not None:
             if len(slopes.shape) == 2 and len(call.q.shape) == 3:  # of packed sequences
                 slopes = slopes[int(self._rows.sequence[begin])]
-            options["alibi_slopes"] = slopes * self._keys.step
+            options["alibi_slopes"] = self._states.scaled(slopes, self._keys.step)
         _, lse = _api.flash_attention(
             call.q[..., begin:end, :, :],
             held.k[..., first:last, :, :],
