@@ -368,6 +368,10 @@ def test_wrong_arguments():
     for work, message in (
         (lambda: scaling.ring(FREE, call, 2, "zig"), "schedule: found 'zig'"),
         (lambda: scaling.ring(FREE, call, 0), "ranks: found 0"),
+        (lambda: scaling.ring(FREE, call, -1), "ranks: found -1"),
+        (lambda: scaling.ring(FREE, call, 1.5), "ranks: found 1.5"),
+        (lambda: scaling.decode(FREE, call, 2, 0), "rows: found 0"),
+        (lambda: scaling.best_decode_ranks(FREE, call, 0), "rows: found 0"),
         (lambda: scaling.pairs(call, 2, 2), "step: found 2"),
         (lambda: scaling.head_parallel(FREE, call, 0), "ranks: found 0"),
         (lambda: scaling.decode(FREE, call, -1), "ranks: found -1"),

@@ -106,6 +106,33 @@ def test_shard_refuses(options, message):
         shard(np.zeros((10, 2, 4)), **dict(rank=0, size=3) | options)
 
 
+@pytest.mark.parametrize(
+    ("work", "message"),
+    [
+        (lambda: shard(np.zeros(8), 0, 2), r"axis: found -3, expected an axis of arrays of shape \(8,\)"),
+        (lambda: unshard([np.zeros(8)] * 2), r"axis: found -3, expected an axis of arrays of shape \(8,\)"),
+        (
+            lambda: unshard([np.zeros(8)] * 2, axis=0, cu_seqlens=[np.array([0, 8])]),
+            "cu_seqlens: found those of 1 ranks, expected of 2",
+        ),
+        (lambda: positions(8.0, 0, 2), "seqlen: found 8.0"),
+        (lambda: positions(np.array([8.0]), 0, 2), "seqlen: found dtype float64"),
+        (lambda: positions(np.array([3, -1]), 0, 2), r"seqlen\[1\]: found -1"),
+    ],
+)
+def test_helpers_name_what_is_wrong(work, message):
+    with pytest.raises(InvalidArgument, match=message):
+        work()
+
+
+def test_shards_of_a_class_of_ones_own():
+    class Own(np.ndarray):
+        pass
+
+    parts = [shard(np.arange(8).view(Own), rank, 2, axis=0) for rank in (0, 1)]
+    assert unshard(parts, axis=0).tolist() == list(range(8))
+
+
 # --- what rows see, on whom ---
 
 MASKS = {

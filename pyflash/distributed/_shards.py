@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from .._arrays import on_host
-from .._checks import index_array, integer, prefix_sums
+from .._checks import index_array, index_range, integer, prefix_sums
 from .._description import Array
 from .._errors import invalid
 from ._schedules import Layout, even_lengths, layout
@@ -64,12 +64,13 @@ def shard(
     >>> [shard(np.arange(8), rank, 2, axis=0).tolist() for rank in (0, 1)]
     [[0, 1, 6, 7], [2, 3, 4, 5]]
     """
+    axis = _axis(x, axis)
     where = _layout(int(x.shape[axis]), size, schedule, cu_seqlens, lengths)
     rank = integer("rank", rank, 0, where.size - 1)
     start, count = where.pieces(rank)
     first = np.cumsum(where.totals) - where.totals
     begins = [int(n) for n in (start + first[:, np.newaxis]).reshape(-1)]
-    before: tuple[Any, ...] = (slice(None),) * (axis % len(x.shape))
+    before: tuple[Any, ...] = (slice(None),) * axis
     parts = [
         x[before + (slice(begin, begin + (num - 1) * where.step + 1, where.step),)]  # noqa: RUF005
         for begin, num in zip(begins, count.reshape(-1).tolist(), strict=True)
@@ -119,10 +120,13 @@ def unshard(
     """
     if not len(shards):
         raise invalid("shards", "none", "those of all ranks")
+    axis = _axis(shards[0], axis)
     if cu_seqlens is None:
         lengths = np.array([[int(x.shape[axis])] for x in shards], np.int64)
     else:
         borders = [on_host(cu) for cu in cu_seqlens]
+        if len(borders) != len(shards):
+            raise invalid("cu_seqlens", f"those of {len(borders)} ranks", f"of {len(shards)}, as shards")
         for rank, (cu, x) in enumerate(zip(borders, shards, strict=True)):
             name = f"cu_seqlens[{rank}]"
             prefix_sums(name, cu, len(borders[0]) - 1, int(x.shape[axis]), lambda _, array: array)
@@ -162,9 +166,21 @@ def positions(
     >>> positions(8, 1, 2, schedule="stripe").tolist()
     [1, 3, 5, 7]
     """
-    totals = np.atleast_1d(integer("seqlen", seqlen, 0) if isinstance(seqlen, int) else on_host(seqlen))
+    if getattr(seqlen, "shape", ()):
+        totals = index_array("seqlen", on_host(seqlen), (None,), "(batch,)").astype(np.int64)
+        index_range("seqlen", totals, 0, np.iinfo(np.int64).max, "a length")
+    else:
+        totals = np.array([integer("seqlen", seqlen, 0)])
     where = _layout(int(totals.sum()), size, schedule, np.concatenate([[0], np.cumsum(totals)]), lengths)
     return where.positions(integer("rank", rank, 0, where.size - 1))
+
+
+def _axis(x: Any, axis: int) -> int:
+    """Return an axis, counted from the front."""
+    shape = tuple(x.shape)
+    if not -len(shape) <= integer("axis", axis) < len(shape):
+        raise invalid("axis", axis, f"an axis of arrays of shape {shape}")
+    return axis % len(shape)
 
 
 def _layout(total: int, size: int, schedule: str, cu_seqlens: Any, lengths: Any) -> Layout:
@@ -190,6 +206,8 @@ def _joined(parts: list[Any], axis: int) -> Any:
     """Return parts one behind the other, as an array of their library."""
     if len(parts) == 1:
         return parts[0]
+    if isinstance(parts[0], np.ndarray):  # also of a class of the caller's own
+        return np.concatenate(parts, axis)
     library = sys.modules[type(parts[0]).__module__.partition(".")[0]]
     join = getattr(library, "concatenate", None) or library.cat
     return join(parts, axis)

@@ -80,6 +80,9 @@ class Steps:
     ) -> None:
         self._rank, self._call, self._rows, self._states = rank, call, rows, states
         self._queries, self._keys = layouts
+        slopes, step = call.alibi_slopes, self._keys.step
+        #: Of a step between keys, which is one position or, of stripes, several.
+        self._slopes_of_steps = slopes if slopes is None or step == 1 else states.scaled(slopes, step)
 
     def attend(self, held: Held) -> State | None:
         """Return the state of all rows over the keys that are held, None if no row sees any."""
@@ -163,11 +166,12 @@ class Steps:
     def _call_kernel(self, held: Held, part: Part, target: State) -> None:
         call, (begin, end), (first, last) = self._call, part.rows, part.keys
         options = dict(part.options)
-        slopes = call.alibi_slopes
+        slopes, of_steps = call.alibi_slopes, self._slopes_of_steps
         if slopes is not None:
             if len(slopes.shape) == 2 and len(call.q.shape) == 3:  # of packed sequences
-                slopes = slopes[int(self._rows.sequence[begin])]
-            options["alibi_slopes"] = self._states.scaled(slopes, self._keys.step)
+                sequence = int(self._rows.sequence[begin])
+                slopes, of_steps = slopes[sequence], of_steps[sequence]
+            options["alibi_slopes"] = of_steps
         _, lse = _api.flash_attention(
             call.q[..., begin:end, :, :],
             held.k[..., first:last, :, :],

@@ -136,7 +136,7 @@ def ring(hardware: Hardware, workload: Workload, ranks: int, schedule: str = "zi
     Prediction
         Times.
     """
-    total = np.zeros((5, ranks))
+    total = np.zeros((5, integer("ranks", ranks, 1)))
     for step in ring_steps(hardware, workload, ranks, schedule):
         total += step
     compute, merge, overhead, transfer, exposed = total
@@ -299,7 +299,7 @@ def decode(hardware: Hardware, workload: Workload, ranks: int, rows: int = 1) ->
     reading = workload.tokens * workload.kv_bytes / hardware.read
     if ranks == 1:
         return Prediction(1, reading, reading, 0.0, 0.0, 0.0, 0.0, reading)
-    state = rows * workload.state_bytes
+    state = integer("rows", rows, 1) * workload.state_bytes
     per_host, near, far = hardware.links(ranks)
     rounds = math.ceil(math.log2(per_host)), math.ceil(math.log2(-(-ranks // per_host)))
     gather = rounds[0] * near.latency + rounds[1] * far.latency
@@ -329,7 +329,7 @@ def best_decode_ranks(hardware: Hardware, workload: Workload, rows: int = 1) -> 
     float
         Where what a rank saves of reading is what one more state costs it, latencies aside.
     """
-    state = rows * workload.state_bytes
+    state = integer("rows", rows, 1) * workload.state_bytes
     link = hardware.far or hardware.near
     reading = workload.tokens * workload.kv_bytes / hardware.read
     return math.sqrt(reading / (state * (1 / link.bytes_per_second + 1 / hardware.merge)))
