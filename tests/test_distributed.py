@@ -18,6 +18,7 @@ from pyflash._state import fold_tree
 from pyflash.distributed import (
     RankFailed,
     _decode,
+    _heads,
     _ring,
     _routes,
     communicator,
@@ -424,6 +425,48 @@ def test_lengths_that_cannot_be_read_are_everybodys_error(monkeypatch):
     monkeypatch.setattr(_decode, "_num_keys", failing)
     errors = errors_of(3, lambda c: context_parallel_decode(*_arrays(8), comm=c, window=(3, 0)))
     assert len({str(error) for error in errors}) == 1 and "no lengths" in str(errors[0])
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_memory_that_ends_anywhere_is_everybodys_error(function):
+    class Scarce(ThreadCommunicator):
+        left = 10**9  # arrays that can still be made
+
+        def empty(self, *of):
+            self.left -= 1
+            if self.left < 0:
+                raise MemoryError("no more")
+            return super().empty(*of)
+
+    def errors_with(left):
+        def work(comm):
+            own = Scarce(comm.shared, comm.rank)
+            if comm.rank == 1:
+                own.left = left
+            FUNCTIONS[function](own, causal=True)
+
+        try:
+            on_ranks(3, work)
+        except Failed as failed:
+            return {str(error) for error in failed.errors}
+        return None
+
+    found = list(itertools.takewhile(bool, map(errors_with, range(40))))
+    assert 0 < len(found) < 40
+    assert all(errors == {"no more (on rank 1)"} for errors in found)
+
+
+def test_rows_that_cannot_be_packed_are_everybodys_error(monkeypatch):
+    rows_at, first = _heads.rows_at, iter([True])
+
+    def failing(*of):
+        if len(of[0].shape) == 3 and next(first, False):  # of lse, when all has been computed
+            raise MemoryError("no rows")
+        return rows_at(*of)
+
+    monkeypatch.setattr(_heads, "rows_at", failing)
+    errors = errors_of(3, FUNCTIONS["heads"])
+    assert len({str(error) for error in errors}) == 1 and "no rows" in str(errors[0])
 
 
 def test_an_exception_without_words_is_told():

@@ -100,7 +100,7 @@ def head_parallel_attention(
     exchange, error = _agreement.attempt(lambda: _Exchange(world, call, call.layouts(everyone)))
     _agreement.exchange(world, None, error)
     assert exchange is not None
-    exchange.gather()
+    exchange.send()
     _, error = _agreement.attempt(lambda: exchange.attend(given))
     _agreement.exchange(world, None, error)
     out, lse = exchange.scatter()
@@ -128,7 +128,10 @@ def heads_of(rank: int, size: int, num_heads: int, num_kv_heads: int) -> _Heads:
 
 
 class _Exchange:
-    """One call on one rank. Arrays that travel have tokens on their first axis, and any batch behind."""
+    """One call on one rank. Arrays that travel have tokens on their first axis, and any batch behind.
+
+    All memory is taken before ranks have agreed to send, so that a rank without leaves no other waiting.
+    """
 
     def __init__(self, comm: Communicator, call: Arguments, layouts: tuple[Layout, Layout]) -> None:
         self._comm, self._call, self._layouts = comm, call, layouts
@@ -166,31 +169,48 @@ class _Exchange:
             )
             for heads in self._heads
         ]
+        self._sends: list[tuple[Any, int]] = []
+        self._receives: list[tuple[Any, int]] = []
+        self._pack_tokens()
 
     def _empty(self, like: Any, num_tokens: int, num_heads: int) -> Any:
         shape = (num_tokens, *(int(n) for n in like.shape[:-3]), num_heads, int(like.shape[-1]))
         return self._comm.empty(shape, like.dtype, like)
 
-    def gather(self) -> None:
-        """Exchange tokens for heads."""
-        comm = self._comm
-        sends, receives = [], []
+    def send(self) -> None:
+        """Exchange what has been packed."""
+        self._comm.start(self._sends, self._receives).wait()
+        self._sends, self._receives = [], []
+
+    def _pack_tokens(self) -> None:
+        """Pack tokens, by the ranks that have their heads."""
         for x, where, heads, whole in self._gathered:
             ends = np.cumsum(where.lengths.sum(axis=1)).tolist()
             for rank, end in enumerate(ends):
                 place = whole[end - int(where.lengths[rank].sum()) : end]
                 part = _by_token(x[..., heads[rank].start : heads[rank].stop, :])
-                if rank == comm.rank:
+                if rank == self._comm.rank:
                     place[...] = part
                     continue
                 send = self._empty(x, int(part.shape[0]), len(heads[rank]))
                 send[...] = part
-                sends.append((send, rank))
-                receives.append((place, rank))
-        comm.start(sends, receives).wait()
+                self._sends.append((send, rank))
+                self._receives.append((place, rank))
 
     def attend(self, given: dict[str, Any]) -> None:
-        """Compute the heads of this rank over whole sequences."""
+        """Compute the heads of this rank over whole sequences, and pack rows by the ranks that have them."""
+        self._attend_all(given)
+        queries, _ = self._layouts
+        for rank, parts in enumerate(self._parts):
+            rows = [rows_at(x, queries.places(rank)) for x in self._whole]
+            if rank == self._comm.rank:
+                for place, x in zip(parts, rows, strict=True):
+                    place[...] = x
+                continue
+            self._sends += [(x, rank) for x in rows]
+            self._receives += [(place, rank) for place in parts]
+
+    def _attend_all(self, given: dict[str, Any]) -> None:
         heads, (out, lse) = self._heads[self._comm.rank], self._whole
         if not heads.q:
             return
@@ -234,17 +254,7 @@ class _Exchange:
 
     def scatter(self) -> tuple[Any, Any]:
         """Exchange heads for tokens, and return the result of this rank's rows."""
-        comm, (queries, _) = self._comm, self._layouts
-        sends, receives = [], []
-        for rank in range(comm.size):
-            rows = [rows_at(x, queries.places(rank)) for x in self._whole]
-            if rank == comm.rank:
-                for place, x in zip(self._parts[rank], rows, strict=True):
-                    place[...] = x
-                continue
-            sends += [(x, rank) for x in rows]
-            receives += [(place, rank) for place in self._parts[rank]]
-        comm.start(sends, receives).wait()
+        self.send()
         out, lse = self._own
         for heads, (part, part_lse) in zip(self._heads, self._parts, strict=True):
             out[..., heads.q.start : heads.q.stop, :] = _by_token(part)
