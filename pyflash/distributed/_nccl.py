@@ -145,7 +145,7 @@ class NcclCommunicator:
         """Start to gather bytes of every rank through the memory of the GPUs."""
         cuda, num = self._cupy.cuda, mine.size
         with cuda.Device(self._device), self._stream as stream:
-            pinned = np.frombuffer(cuda.alloc_pinned_memory((self._size + 1) * num), np.uint8)
+            pinned = np.frombuffer(cuda.alloc_pinned_memory((self._size + 1) * num + 1), np.uint8)
             ours, found = pinned[:num], pinned[num : (self._size + 1) * num].reshape(self._size, num)
             ours[:] = mine
             sent, everyone = (self._cupy.empty(x.shape, np.uint8) for x in (ours, found))
@@ -159,6 +159,8 @@ class NcclCommunicator:
         return self._started(lambda: self._gather(mine, everyone), (mine, everyone))
 
     def _gather(self, mine: Any, everyone: Any) -> None:
+        if not mine.nbytes:
+            return
         where = (mine.data.ptr, everyone.data.ptr)
         self._comm.allGather(*where, mine.nbytes, self._nccl.NCCL_UINT8, self._stream.ptr)
 
