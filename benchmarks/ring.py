@@ -209,10 +209,13 @@ class Bench:
             if name == "zigzag":
                 works["messages"] = self.messages(*parts[1:])
         alone = self.alone(lambda: pyflash.flash_attention(q, k, v, **options))
+        # All of it on all ranks: cores of one machine are slower when the others work too.
+        works["busy"] = lambda: pyflash.flash_attention(q, k, v, **options)
         seconds = self.together(works)
         return {
             **dict(ranks=COMM.size, batch=1, tokens=tokens, heads=args.heads, kv_heads=args.kv_heads),
             **dict(head_dim=args.width, dtype=args.dtype, causal=True, alone_seconds=alone),
+            "busy_seconds": seconds.pop("busy"),
             "seconds": {name: value for name, value in seconds.items() if name != "messages"},
             "messages_seconds": seconds["messages"],
             "bytes_of_a_rank": {name: int(COMM.allreduce(n, op=MPI.MAX)) for name, n in memory.items()},
@@ -309,7 +312,8 @@ def main() -> None:
         if COMM.rank == 0:
             shape = f"{args.heads}/{args.kv_heads} heads of {args.width}, {args.dtype}"
             print(
-                f"{COMM.size} ranks, {tokens} tokens, {shape}, one rank {1e3 * row['alone_seconds']:.3f} ms"
+                f"{COMM.size} ranks, {tokens} tokens, {shape}, one rank {1e3 * row['alone_seconds']:.3f} ms, "
+                f"while the others do the same {1e3 * row['busy_seconds']:.3f} ms"
             )
             for name, seconds in row["seconds"].items():
                 note = f", {row['bytes_of_a_rank'][name] / 1e6:.1f} MB a rank"

@@ -180,8 +180,8 @@ def hardware_of(measured: Mapping[str, Any], run: Mapping[str, Any] | None = Non
     measured : dict
         What a file of benchmarks/results/ring holds.
     run : dict, optional
-        One of its entries "prefill", whose `alone_seconds` give the kernel's speed; by default the first one.
-        What it lacks is taken from the first one that has it.
+        One of its entries "prefill", whose `busy_seconds`, or else `alone_seconds`, give the kernel's speed;
+        by default the first one. What it lacks is taken from the first one that has it.
 
     Returns
     -------
@@ -213,7 +213,7 @@ def hardware_of(measured: Mapping[str, Any], run: Mapping[str, Any] | None = Non
     gathers = [x["gather_seconds"] for x in decodes if "gather_seconds" in x]
     own, sent_bytes = workload_of(run), sent["tokens"] / sent["ranks"] * workload_of(sent).kv_bytes
     return Hardware(
-        flops=own.pairs * own.flops_of_pair / run["alone_seconds"],
+        flops=own.pairs * own.flops_of_pair / run.get("busy_seconds", run["alone_seconds"]),
         merge=merge,
         copy=copy,
         read=float(np.median(reads)) if reads else math.inf,
