@@ -388,8 +388,17 @@ def test_an_interruption_before_the_first_row(fixed_limits, monkeypatch, capsys,
     assert not path.exists()
 
 
+@pytest.fixture
+def heeded():
+    """Signals as a terminal has them: under nohup one is ignored, and stays so."""
+    before = [signal.signal(number, signal.default_int_handler) for number in _signals.ENDING]
+    yield
+    for number, handler in zip(_signals.ENDING, before, strict=True):
+        signal.signal(number, handler)
+
+
 @pytest.mark.parametrize("number", _signals.ENDING)
-def test_a_signal_is_an_interruption(fixed_limits, monkeypatch, capsys, tmp_path, number):
+def test_a_signal_is_an_interruption(fixed_limits, heeded, monkeypatch, capsys, tmp_path, number):
     time_group, path = _engine.Group._time, tmp_path / "run.json"
     monkeypatch.setattr(_engine, "_shared_folder", lambda num_bytes: Path(tempfile.mkdtemp(dir=tmp_path)))
 
