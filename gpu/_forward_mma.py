@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from . import _plan
 from ._compile import Source
@@ -89,7 +89,8 @@ def choose_tiles(
     return None
 
 
-def _is_final(problem: Problem) -> bool:
+def is_final(problem: Problem) -> bool:
+    """Return whether scores need a pass of their own before they become weights."""
     return bool(problem.terms) or not problem.positive_scale
 
 
@@ -101,7 +102,7 @@ def _tiles(problem: Problem) -> Tiles | None:
         problem.shared_bytes,
         # Where bits may not depend on pages, tiles leave the room that these take.
         paged=problem.page_size > 0 or problem.batch_invariant,
-        final=_is_final(problem),
+        final=is_final(problem),
         wide_terms=bool(problem.terms & _WIDE_TERMS),
         spans=problem.spans,
     )
@@ -142,8 +143,7 @@ def num_blocks(problem: Problem, rows_of_block: int) -> tuple[int, int]:
     return blocks, blocks * heads * _plan.split_fields(problem, 0)[0] * problem.batch
 
 
-def _source(
-    tiles: Tiles,
+def constants_of(
     width: int,
     width_v: int,
     *,
@@ -153,9 +153,9 @@ def _source(
     spans: bool = False,
     paged: bool = False,
     packed: bool = False,
-    expressions: tuple[tuple[str, str], ...] = (),
-) -> Source:
-    constants = {
+) -> dict[str, int]:
+    """Return the constants of a prefill on a matrix unit that do not depend on its tiles."""
+    return {
         "PF_HEAD_DIM": width,
         "PF_HEAD_DIM_V": width_v,
         "PF_BFLOAT16": int(bfloat16),
@@ -164,16 +164,55 @@ def _source(
         "PF_SPANS": int(spans),
         "PF_PAGED": int(paged),
         "PF_PACKED": int(packed),
+    }
+
+
+def options_of(problem: Problem) -> dict[str, Any]:
+    """Return the same of a problem, as options of `constants_of`."""
+    return dict(
+        bfloat16=problem.q_dtype == "bfloat16",
+        terms=_plan.term_bits(problem),
+        positive_scale=problem.positive_scale,
+        spans=problem.spans,
+        paged=problem.page_size > 0,
+        packed=is_packed(problem),
+    )
+
+
+def _source(
+    tiles: Tiles, width: int, width_v: int, expressions: tuple[tuple[str, str], ...] = (), **options: Any
+) -> Source:
+    constants = constants_of(width, width_v, **options) | {
         "PF_WARPS": tiles.warps,
         "PF_ROW_TILES": tiles.row_tiles,
         "PF_TILE": tiles.tile,
         "PF_STAGES": tiles.stages,
         "PF_MIN_BLOCKS": tiles.min_blocks,
-        # Near a diagonal most tiles are tested; a second loop is more code and more registers.
-        "PF_ONE_LOOP": int(spans),
     }
+    # Near a diagonal most tiles are tested; a second loop is more code and more registers.
+    constants["PF_ONE_LOOP"] = constants["PF_SPANS"]
     defines = tuple((name, str(value)) for name, value in constants.items())
     return Source("forward_mma.cu", "pf_forward_mma", defines, expressions)
+
+
+def step_of(problem: Problem, source: Source, rows: int, threads: int, shared: int) -> Step:
+    """Return the launch of blocks of so many rows that covers the prefill sequences of a problem."""
+    blocks_of_head, blocks = num_blocks(problem, rows)
+    section = _plan.section(problem, blocks // blocks_of_head)
+    fields = (*_plan.row_limits(problem, "prefill"), ("row_blocks", blocks_of_head), section)
+    return Step(source, threads, blocks, shared, fields)
+
+
+def plan_of(problem: Problem, kernel: str, step: Step, tile: tuple[int, int], reason: str) -> Plan:
+    """Return the plan of a prefill whose launch this is; `tile` has its keys and rows."""
+    steps = [step]
+    splits = _plan.Splits(*_plan.split_fields(problem, 0))
+    if splits.are_merged:
+        steps.append(_plan.combine_step(problem, _plan.row_limits(problem, "prefill")))
+    reasons = [reason]
+    if is_packed(problem):
+        reasons.append(f"rows: {problem.group} heads share their keys, and a block")
+    return Plan(kernel, "prefill", tuple(steps), *tile, *splits, tuple(reasons))
 
 
 def tile_of(problem: Problem) -> tuple[int, int]:
@@ -188,37 +227,17 @@ def prefill_step(problem: Problem) -> Step:
     tiles = _tiles(problem)
     assert tiles is not None, "asked `takes` before"
     width, width_v = width_class(problem.head_dim), width_class(problem.head_dim_v)
-    source = _source(
-        tiles,
-        width,
-        width_v,
-        bfloat16=problem.q_dtype == "bfloat16",
-        terms=_plan.term_bits(problem),
-        positive_scale=problem.positive_scale,
-        spans=problem.spans,
-        paged=problem.page_size > 0,
-        packed=is_packed(problem),
-        expressions=problem.expressions,
-    )
-    blocks_of_head, blocks = num_blocks(problem, tiles.rows)
-    shared = shared_bytes(tiles, width, width_v, paged=problem.page_size > 0, final=_is_final(problem))
-    section = _plan.section(problem, blocks // blocks_of_head)
-    fields = (*_plan.row_limits(problem, "prefill"), ("row_blocks", blocks_of_head), section)
-    return Step(source, 32 * tiles.warps, blocks, shared, fields)
+    source = _source(tiles, width, width_v, problem.expressions, **options_of(problem))
+    shared = shared_bytes(tiles, width, width_v, paged=problem.page_size > 0, final=is_final(problem))
+    return step_of(problem, source, tiles.rows, 32 * tiles.warps, shared)
 
 
 def plan(problem: Problem) -> Plan | None:
     """Prefill of 16-bit types on the matrix unit; a call with sequences of few rows is composed elsewhere."""
     if _plan.families_of(problem) != ("prefill",) or not takes(problem):
         return None
-    steps = [prefill_step(problem)]
-    splits = _plan.Splits(*_plan.split_fields(problem, 0))
-    if splits.are_merged:
-        steps.append(_plan.combine_step(problem, _plan.row_limits(problem, "prefill")))
-    reasons = [f"kernel: mma, {problem.q_dtype} of up to {CLASSES[-1]} elements a row on the matrix unit"]
-    if is_packed(problem):
-        reasons.append(f"rows: {problem.group} heads share their keys, and a block")
-    return Plan("forward_mma", "prefill", tuple(steps), *tile_of(problem), *splits, tuple(reasons))
+    reason = f"kernel: mma, {problem.q_dtype} of up to {CLASSES[-1]} elements a row on the matrix unit"
+    return plan_of(problem, "forward_mma", prefill_step(problem), tile_of(problem), reason)
 
 
 #: Most shared memory of a block of the architectures whose shapes differ.
@@ -233,7 +252,7 @@ def variants() -> Iterator[Variant]:
     some = _plan.TERMS["softcap"] | _plan.TERMS["alibi_slopes"]
     for capability, bytes_of_block in _ARCHITECTURES.items():
         for width, width_v in [(c, c) for c in CLASSES] + [(192, 128), (128, 64), (64, 128), (256, 64)]:
-            options: list[dict[str, int]] = [{"spans": 1}]
+            options: list[dict[str, Any]] = [{"spans": 1}]
             if capability == 90:
                 options.append({"spans": 1, "paged": 1, "packed": 1, "terms": everything})
             if width == width_v and width in (64, 128):
@@ -256,7 +275,7 @@ def variants() -> Iterator[Variant]:
                     spans=bool(option.get("spans")),
                 )
                 assert tiles is not None
-                source = _source(tiles, width, width_v, bfloat16=capability >= 80, **option)  # type: ignore[arg-type]
+                source = _source(tiles, width, width_v, bfloat16=capability >= 80, **option)
                 few = max(width, width_v) <= 128 and not terms
                 common = width == width_v and width in (64, 128) and option in ({}, {"spans": 1})
                 yield Variant(source, (capability,), _FEW_SPILLS if few else _MANY_SPILLS, common)

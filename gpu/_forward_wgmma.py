@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from . import _forward_mma, _plan
 from ._compile import Source
@@ -65,16 +65,12 @@ def _candidates(width: int, width_v: int) -> Iterator[Tiles]:
     yield Tiles(2, 64, 2, False, 24, 240)
 
 
-def _is_final(problem: Problem) -> bool:
-    return bool(problem.terms) or not problem.positive_scale
-
-
 def _tiles(problem: Problem) -> Tiles | None:
     width, width_v = width_class(problem.head_dim), width_class(problem.head_dim_v)
     # Where bits may not depend on pages, tiles leave the room that these take.
     paged = problem.page_size > 0 or problem.batch_invariant
     for tiles in _candidates(width, width_v):
-        needed = shared_bytes(tiles, width, width_v, paged=paged, final=_is_final(problem))
+        needed = shared_bytes(tiles, width, width_v, paged=paged, final=_forward_mma.is_final(problem))
         if needed <= problem.shared_bytes:
             return tiles
     return None
@@ -88,37 +84,14 @@ def takes(problem: Problem) -> bool:
         and _forward_mma.takes(problem._replace(tile=None))
         and (tiles := _tiles(problem)) is not None
         and problem.tile in (None, tiles.tile)
-        and _num_blocks(problem, tiles)[1] <= _plan.MAX_BLOCKS
+        and _forward_mma.num_blocks(problem, tiles.rows)[1] <= _plan.MAX_BLOCKS
     )
 
 
-def _num_blocks(problem: Problem, tiles: Tiles) -> tuple[int, int]:
-    """Return (blocks of a head, blocks)."""
-    return _forward_mma.num_blocks(problem, tiles.rows)
-
-
 def _source(
-    tiles: Tiles,
-    width: int,
-    width_v: int,
-    *,
-    bfloat16: bool,
-    terms: int = 0,
-    positive_scale: bool = True,
-    spans: bool = False,
-    paged: bool = False,
-    packed: bool = False,
-    expressions: tuple[tuple[str, str], ...] = (),
+    tiles: Tiles, width: int, width_v: int, expressions: tuple[tuple[str, str], ...] = (), **options: Any
 ) -> Source:
-    constants = {
-        "PF_HEAD_DIM": width,
-        "PF_HEAD_DIM_V": width_v,
-        "PF_BFLOAT16": int(bfloat16),
-        "PF_TERMS": terms,
-        "PF_POSITIVE_SCALE": int(positive_scale),
-        "PF_SPANS": int(spans),
-        "PF_PAGED": int(paged),
-        "PF_PACKED": int(packed),
+    constants = _forward_mma.constants_of(width, width_v, **options) | {
         "PF_WARPS": 4 * tiles.groups,
         "PF_TILE": tiles.tile,
         "PF_STAGES": tiles.stages,
@@ -142,64 +115,28 @@ def prefill_step(problem: Problem) -> Step:
     tiles = _tiles(problem)
     assert tiles is not None, "asked `takes` before"
     width, width_v = width_class(problem.head_dim), width_class(problem.head_dim_v)
-    source = _source(
-        tiles,
-        width,
-        width_v,
-        bfloat16=problem.q_dtype == "bfloat16",
-        terms=_plan.term_bits(problem),
-        positive_scale=problem.positive_scale,
-        spans=problem.spans,
-        paged=problem.page_size > 0,
-        packed=_forward_mma.is_packed(problem),
-        expressions=problem.expressions,
+    source = _source(tiles, width, width_v, problem.expressions, **_forward_mma.options_of(problem))
+    shared = shared_bytes(
+        tiles, width, width_v, paged=problem.page_size > 0, final=_forward_mma.is_final(problem)
     )
-    blocks_of_head, blocks = _num_blocks(problem, tiles)
-    shared = shared_bytes(tiles, width, width_v, paged=problem.page_size > 0, final=_is_final(problem))
-    section = _plan.section(problem, blocks // blocks_of_head)
-    fields = (*_plan.row_limits(problem, "prefill"), ("row_blocks", blocks_of_head), section)
-    return Step(source, tiles.threads, blocks, shared, fields)
+    return _forward_mma.step_of(problem, source, tiles.rows, tiles.threads, shared)
 
 
 def plan(problem: Problem) -> Plan | None:
     """Prefill of 16-bit types on Hopper; a call with sequences of few rows is composed elsewhere."""
     if _plan.families_of(problem) != ("prefill",) or not takes(problem):
         return None
-    steps = [prefill_step(problem)]
-    splits = _plan.Splits(*_plan.split_fields(problem, 0))
-    if splits.are_merged:
-        steps.append(_plan.combine_step(problem, _plan.row_limits(problem, "prefill")))
-    reasons = [
-        f"kernel: wgmma, {problem.q_dtype} of up to {CLASSES[-1]} elements a row on Hopper's matrix unit"
-    ]
-    if _forward_mma.is_packed(problem):
-        reasons.append(f"rows: {problem.group} heads share their keys, and a block")
-    return Plan("forward_wgmma", "prefill", tuple(steps), *tile_of(problem), *splits, tuple(reasons))
+    reason = f"kernel: wgmma, {problem.q_dtype} of up to {CLASSES[-1]} elements a row on Hopper"
+    return _forward_mma.plan_of(problem, "forward_wgmma", prefill_step(problem), tile_of(problem), reason)
 
 
 def variants() -> Iterator[Variant]:
     """Yield the kernel in every shape, and with every option in those that are used most."""
     everything = sum(bit for name, bit in _plan.TERMS.items() if not name.endswith("_mod"))
-    usual = Problem(
-        CAPABILITY,
-        132,
-        232448,
-        *3 * ("bfloat16",),
-        1,
-        8,
-        8,
-        128,
-        128,
-        4096,
-        4096,
-        4096,
-        False,
-        0,
-        True,
-        False,
-    )
+    types, lengths = ("bfloat16",) * 3, (4096,) * 3
+    usual = Problem(CAPABILITY, 132, 232448, *types, 1, 8, 8, 128, 128, *lengths, False, 0, True, False)
     for width, width_v in [(c, c) for c in CLASSES] + [(192, 128), (64, 128)]:
-        options: list[dict[str, int]] = [{}, {"spans": 1}]
+        options: list[dict[str, Any]] = [{}, {"spans": 1}]
         if width == width_v and width in (64, 128):
             options += [
                 {"spans": 1, "paged": 1, "packed": 1},
@@ -214,7 +151,7 @@ def variants() -> Iterator[Variant]:
             )  # fmt: skip
             tiles = _tiles(shape)
             assert tiles is not None
-            source = _source(tiles, width, width_v, bfloat16=True, **option)  # type: ignore[arg-type]
+            source = _source(tiles, width, width_v, bfloat16=True, **option)
             common = width == width_v == 128 and option in ({}, {"spans": 1})
             yield Variant(source, (CAPABILITY,), 64 if max(width, width_v) <= 128 else 256, common)
     tiles = _tiles(usual)
