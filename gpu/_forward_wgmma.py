@@ -16,8 +16,8 @@ is_on = os.environ.get("PYFLASH_CUDA_WGMMA") == "1"
 #: Widths that rows are padded to in shared memory: 64 elements of all rows lie together there.
 CLASSES = (64, 128, 192, 256)
 CAPABILITY = 90
-#: What a block has beside rows, keys and values: what it works on, and barriers.
-_BLOCK_BYTES = 512
+#: What a block of rows is, in bytes.
+_BLOCK_BYTES = 384
 
 
 class Tiles(NamedTuple):
@@ -26,6 +26,7 @@ class Tiles(NamedTuple):
     groups: int  # of four warps with 64 rows, beside the one that copies
     tile: int  # keys
     stages: int  # tiles of keys and of values in shared memory
+    query_stages: int  # blocks of rows whose queries have a place
     turns: bool  # whether groups begin their products in turn
     copy_registers: int
     compute_registers: int
@@ -48,21 +49,26 @@ def width_class(width: int) -> int:
 
 def shared_bytes(tiles: Tiles, width: int, width_v: int, *, paged: bool, final: bool) -> int:
     """Return the shared memory of a block: the sum that the enumeration in forward_mma_tile.cuh has."""
-    arrays = tiles.rows * width * 2 + tiles.stages * tiles.tile * (width + width_v) * 2
-    arrays = max(arrays, tiles.rows * width_v * 2)
-    places, terms = (32 * tiles.tile if paged else 0), (32 * tiles.rows if final else 0)
-    return arrays + _BLOCK_BYTES + 16 * tiles.rows + places + terms
+    queries = tiles.rows * max(width, width_v) * 2 + _BLOCK_BYTES + (48 if final else 16) * tiles.rows
+    places = 48 * tiles.tile if paged else 0
+    barriers = 8 * (2 * tiles.query_stages + 4 * tiles.stages)
+    return (
+        tiles.query_stages * queries
+        + tiles.stages * tiles.tile * (width + width_v) * 2
+        + places
+        + barriers
+    )
 
 
 def _candidates(width: int, width_v: int) -> Iterator[Tiles]:
     """Yield shapes, best first."""
     widest = max(width, width_v)
     if widest <= 128:
-        yield Tiles(2, 128, 2, True, 40, 232)
+        yield Tiles(2, 128, 2, 2, True, 40, 232)
     if widest <= 192:
-        yield Tiles(2, 96, 2, True, 40, 232)
-    yield Tiles(2, 80, 2, False, 24, 240)
-    yield Tiles(2, 64, 2, False, 24, 240)
+        yield Tiles(2, 96, 2, 1, True, 40, 232)
+    yield Tiles(2, 80, 2, 1, False, 24, 240)
+    yield Tiles(2, 64, 2, 1, False, 24, 240)
 
 
 def _tiles(problem: Problem) -> Tiles | None:
@@ -95,6 +101,7 @@ def _source(
         "PF_WARPS": 4 * tiles.groups,
         "PF_TILE": tiles.tile,
         "PF_STAGES": tiles.stages,
+        "PF_QUERY_STAGES": tiles.query_stages,
         "PF_TURNS": int(tiles.turns),
         "PF_COPY_REGISTERS": tiles.copy_registers,
         "PF_COMPUTE_REGISTERS": tiles.compute_registers,
@@ -119,7 +126,10 @@ def prefill_step(problem: Problem) -> Step:
     shared = shared_bytes(
         tiles, width, width_v, paged=problem.page_size > 0, final=_forward_mma.is_final(problem)
     )
-    return _forward_mma.step_of(problem, source, tiles.rows, tiles.threads, shared)
+    step = _forward_mma.step_of(problem, source, tiles.rows, tiles.threads, shared)
+    if tiles.query_stages == 1:
+        return step
+    return step._replace(num_blocks=min(step.num_blocks, problem.num_sms))
 
 
 def plan(problem: Problem) -> Plan | None:

@@ -55,7 +55,8 @@ def test_blocks_fit_and_registers_are_those_of_a_multiprocessor(width, width_v):
         (step,) = plan.steps
         constants = {name: int(value) for name, value in step.source.defines}
         assert step.shared_bytes <= problem.shared_bytes
-        assert step.num_blocks * plan.rows_per_item >= 2 * 16 * problem.max_seqlen_q
+        covered = step.num_blocks * plan.rows_per_item >= 2 * 16 * problem.max_seqlen_q
+        assert covered or step.num_blocks == problem.num_sms, "each takes several"
         tile_bytes = constants["PF_TILE"] * 128  # of 64 elements of all rows
         assert tile_bytes % 1024 == 0, "pieces of 8 rows of 128 bytes lie at multiples of 1024 bytes"
         computing = step.threads // 128 - 1

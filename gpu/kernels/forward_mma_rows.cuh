@@ -40,7 +40,11 @@ PF_DEVICE void pf_store_states(const pf_call &call, const pf_block &block, int64
         }
 }
 
-/* Finishes the rows of a warp and writes them. Shared memory is the warp's own from `staged` on. */
+/* Rows between 64 elements of a finished row and the next 64, where these do not follow one another. */
+enum { PF_STAGED_ROWS = PF_WGMMA ? PF_ROWS : PF_WARP_ROWS };
+
+/* Finishes the rows of a warp and writes them. From `staged` on their places in shared memory are the warp's
+ * own. */
 PF_DEVICE void pf_store_rows(const pf_call &call, const pf_block &block, int64_t first, unsigned char *staged,
                              pf_warp_state &state) {
     const pf_sequence &s = block.s;
@@ -93,7 +97,7 @@ PF_DEVICE void pf_store_rows(const pf_call &call, const pf_block &block, int64_t
 #pragma unroll
                 for (int n = 0; n < PF_HEAD_DIM_V / 8; n++) {
                     const float low = state.o[m][n][2 * h], high = state.o[m][n][2 * h + 1];
-                    *(uint32_t *)(staged + pf_swizzled<PF_HEAD_DIM_V, PF_WARP_ROWS>(row, n) + lane % 4 * 4) =
+                    *(uint32_t *)(staged + pf_swizzled<PF_HEAD_DIM_V, PF_STAGED_ROWS>(row, n) + lane % 4 * 4) =
                         call.out.dtype == PF_BF16 ? pf_pack_bf16(low, high) : pf_pack_f16(low, high);
                 }
             } else if (first + row < block.num_rows) {
@@ -120,7 +124,7 @@ PF_DEVICE void pf_store_rows(const pf_call &call, const pf_block &block, int64_t
                 char *out = pf_place(call.out, pf_query_offset(call.out, s, pf_head_of(block, first + row),
                                                                pf_query_of(block, first + row)));
                 *(uint4 *)(out + piece * 16) =
-                    *(const uint4 *)(staged + pf_swizzled<PF_HEAD_DIM_V, PF_WARP_ROWS>(row, piece));
+                    *(const uint4 *)(staged + pf_swizzled<PF_HEAD_DIM_V, PF_STAGED_ROWS>(row, piece));
             }
         }
         __syncwarp();
@@ -137,7 +141,7 @@ PF_DEVICE void pf_find_spans(const pf_call &call, pf_block &block, int side, int
     const pf_sequence &s = block.s;
     const pf_span keys = {pf_split_lo(call, s, block.split), pf_split_lo(call, s, block.split + 1)};
     pf_span any = keys, all = keys, own;
-    for (int row = threadIdx.x; row < PF_ROWS; row += PF_THREADS) {
+    for (int row = threadIdx.x; row < PF_ROWS; row += PF_COPY_THREADS) {
         own = keys;
         if (PF_SPANS)
             own = pf_clip(pf_visible(&s.mask, pf_query_of(block, pf_row_of(block, row)), side), keys.lo,
@@ -158,30 +162,61 @@ PF_DEVICE void pf_find_spans(const pf_call &call, pf_block &block, int side, int
     block.full_end[side] = (int)all.hi / PF_TILE;
 }
 
-/* What this block works on, told to all of its threads; false if there is nothing to compute. */
-PF_DEVICE bool pf_begin(const pf_call &call, pf_block &block) {
-    const pf_item item =
-        pf_get_item_in_sections(call, PF_PACKED ? call.num_kv_heads : call.num_heads, call.max_splits);
-    const pf_sequence s = pf_get_sequence(call, item.sequence);
-    const int64_t first = item.row_block * PF_ROWS;
-    const int64_t num_rows = PF_PACKED ? s.num_queries * s.group : s.num_queries;
-    if (!pf_is_mine(call, s) || first >= num_rows || item.split >= pf_num_splits(call, s))
-        return false;
-    if (threadIdx.x == 0) {
-        const int64_t kv_head = PF_PACKED ? item.head : pf_quotient(item.head, s.group);
-        block = {s, first, num_rows, item.head, item.split, kv_head, {}, {}, {}, {}, {}, {}};
-        block.keys = pf_get_stream(call, call.k, s, kv_head, call.head_dim);
-        block.values = pf_get_stream(call, call.v, s, kv_head, call.head_dim_v);
-    }
-    __syncthreads();
-    if (!pf_find_bad(call, block.s))
-        return true;
-    /* There may be more rows than the call has blocks for. */
+/* What an item is, unless there is nothing to compute. */
+struct pf_work {
+    pf_item item;
+    pf_sequence s;
+    int64_t first, num_rows;
+};
+
+PF_DEVICE bool pf_get_work(const pf_call &call, uint32_t index, uint32_t num_items, pf_work &work) {
+    work.item = pf_get_item_in_sections(call, index, num_items, PF_PACKED ? call.num_kv_heads : call.num_heads,
+                                        call.max_splits);
+    work.s = pf_get_sequence(call, work.item.sequence);
+    work.first = work.item.row_block * PF_ROWS;
+    work.num_rows = PF_PACKED ? work.s.num_queries * work.s.group : work.s.num_queries;
+    return pf_is_mine(call, work.s) && work.first < work.num_rows &&
+           work.item.split < pf_num_splits(call, work.s);
+}
+
+PF_DEVICE pf_block pf_get_block(const pf_call &call, const pf_work &work) {
+    const pf_item &item = work.item;
+    const int64_t kv_head = PF_PACKED ? item.head : pf_quotient(item.head, work.s.group);
+    return {work.s,
+            work.first,
+            work.num_rows,
+            item.head,
+            item.split,
+            kv_head,
+            pf_get_stream(call, call.k, work.s, kv_head, call.head_dim),
+            pf_get_stream(call, call.v, work.s, kv_head, call.head_dim_v),
+            {},
+            {},
+            {},
+            {}};
+}
+
+/* The rows of a sequence whose indices cannot be: every row_blocks-th block from this one, since there may be
+ * more rows than the call has blocks for. */
+PF_DEVICE void pf_store_bad_rows(const pf_call &call, const pf_block &block) {
     const int64_t step = call.row_blocks * PF_ROWS;
     for (int64_t at = block.first; !call.partial && at < block.num_rows; at += step)
         for (int64_t row = at + threadIdx.x / 32; row < pf_min(at + PF_ROWS, block.num_rows);
-             row += PF_THREADS / 32)
+             row += PF_COPY_WARPS)
             pf_store_bad_row(call, block.s, pf_head_of(block, row), pf_query_of(block, row));
+}
+
+/* What this block works on, told to all of its threads; false if there is nothing to compute. */
+PF_DEVICE bool pf_begin(const pf_call &call, pf_block &block) {
+    pf_work work;
+    if (!pf_get_work(call, blockIdx.x, gridDim.x, work))
+        return false;
+    if (threadIdx.x == 0)
+        block = pf_get_block(call, work);
+    __syncthreads();
+    if (!pf_find_bad(call, block.s))
+        return true;
+    pf_store_bad_rows(call, block);
     return false;
 }
 
@@ -201,7 +236,7 @@ PF_DEVICE void pf_look_at_rows(const pf_call &call, pf_block &block, unsigned ch
     for (int side = 0; side < PF_NUM_SIDES; side++)
         pf_find_spans(call, block, side, (int2 *)(shared + PF_SPANS_AT) + side * PF_ROWS);
 #if PF_FINAL
-    for (int row = threadIdx.x; row < PF_ROWS; row += PF_THREADS) {
+    for (int row = threadIdx.x; row < PF_ROWS; row += PF_COPY_THREADS) {
         const int64_t i = pf_row_of(block, row);
         const pf_query q = pf_get_query(call, block.s, pf_head_of(block, i), pf_query_of(block, i));
         ((pf_row_terms *)(shared + PF_QUERIES_AT))[row] = {q.position, q.bias, q.mask, q.slope,
@@ -234,7 +269,7 @@ PF_DEVICE void pf_clear_state(pf_warp_state &state) {
 }
 
 /* Ends the sums of a warp's rows, the first of which is `first`: writes them, or their states where keys are
- * split. Shared memory is the warp's own from `staged` on. */
+ * split. From `staged` on places of finished rows are the warp's own. */
 PF_DEVICE void pf_end_rows(const pf_call &call, const pf_block &block, int64_t first, unsigned char *staged,
                            pf_warp_state &state) {
 #pragma unroll

@@ -17,6 +17,13 @@
 #ifndef PF_WGMMA
 #define PF_WGMMA 0
 #endif
+/* Blocks whose queries have a place in shared memory: more than one, if the next one's come meanwhile. */
+#ifndef PF_QUERY_STAGES
+#define PF_QUERY_STAGES 1
+#endif
+
+/* Final scores need a pass of their own. */
+#define PF_FINAL ((PF_TERMS) != 0 || !PF_POSITIVE_SCALE)
 
 enum {
     PF_COPY_WARPS = PF_WGMMA ? 4 : PF_WARPS,
@@ -26,24 +33,27 @@ enum {
     PF_THREADS = 32 * (PF_WARPS + PF_FIRST_WARP),
     PF_WARP_ROWS = 16 * PF_ROW_TILES,
     PF_ROWS = PF_WARPS * PF_WARP_ROWS,
-    /* Tiles in shared memory, in bytes from its begin; finished rows take their place. */
-    PF_K_AT = PF_ROWS * PF_HEAD_DIM * 2,
+    /* Tiles in shared memory, in bytes from its begin. Finished rows take their place; where there are several
+     * blocks, that of their queries alone. */
+    PF_Q_BYTES = PF_ROWS * 2 * (PF_WGMMA && PF_HEAD_DIM_V > PF_HEAD_DIM ? PF_HEAD_DIM_V : PF_HEAD_DIM),
+    PF_K_AT = PF_QUERY_STAGES * PF_Q_BYTES,
     PF_K_BYTES = PF_TILE * PF_HEAD_DIM * 2,
     PF_V_AT = PF_K_AT + PF_STAGES * PF_K_BYTES,
     PF_V_BYTES = PF_TILE * PF_HEAD_DIM_V * 2,
     PF_V_END = PF_V_AT + PF_STAGES * PF_V_BYTES,
     PF_OUT_BYTES = PF_ROWS * PF_HEAD_DIM_V * 2,
-    /* Behind them: the block, spans of its rows, places of keys and values, what terms need to know of a row.
+    /* Behind them, for each of the blocks: what it is, spans of its rows, what terms need to know of a row.
      */
     PF_BLOCK_AT = PF_V_END > PF_OUT_BYTES ? PF_V_END : PF_OUT_BYTES,
-    PF_BLOCK_BYTES = PF_WGMMA ? 512 : 384, /* with barriers of the copies */
+    PF_BLOCK_BYTES = 384,
     PF_SPANS_AT = PF_BLOCK_AT + PF_BLOCK_BYTES,
-    PF_PLACES_AT = PF_SPANS_AT + PF_NUM_SIDES * PF_ROWS * 8,
-    PF_QUERIES_AT = PF_PLACES_AT + (PF_PAGED ? 2 * 2 * PF_TILE * 8 : 0),
+    PF_QUERIES_AT = PF_SPANS_AT + PF_NUM_SIDES * PF_ROWS * 8,
+    PF_ASIDE_BYTES = PF_QUERIES_AT - PF_BLOCK_AT + (PF_FINAL ? 32 * PF_ROWS : 0),
+    /* Then places of keys and values of some tiles. */
+    PF_PLACES_AT = PF_BLOCK_AT + PF_QUERY_STAGES * PF_ASIDE_BYTES,
+    PF_PLACES = PF_WGMMA ? 3 : 2,
+    PF_SHARED_END = PF_PLACES_AT + (PF_PAGED ? PF_PLACES * 2 * PF_TILE * 8 : 0),
 };
-
-/* Final scores need a pass of their own. */
-#define PF_FINAL ((PF_TERMS) != 0 || !PF_POSITIVE_SCALE)
 
 /* What score terms need to know of a row. */
 struct pf_row_terms {

@@ -24,6 +24,12 @@ PF_DEVICE void pf_barrier_arrive(uint64_t *barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(pf_shared_address(barrier)) : "memory");
 }
 
+/* Arrives as soon as all copies that this thread has begun have come. */
+PF_DEVICE void pf_cp_async_arrive(uint64_t *barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(pf_shared_address(barrier))
+                 : "memory");
+}
+
 /* Waits for the end of the phase with this parity: 0 for the first one, 1 for the one before it, which has
  * ended. A build with PF_BOUNDED_WAITS stops with an error where another one would hang. */
 PF_DEVICE void pf_barrier_wait(uint64_t *barrier, uint32_t parity) {
@@ -55,7 +61,7 @@ PF_DEVICE void pf_group_arrive(int id, int num_threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(num_threads) : "memory");
 }
 
-/* What this thread has written to shared memory is there for products of a warpgroup. */
+/* What has been written to shared memory, as far as this thread knows, is there for products of a warpgroup. */
 PF_DEVICE void pf_fence_async() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }

@@ -43,14 +43,15 @@ PF_DEVICE pf_item pf_get_item(const pf_call &call, int64_t heads, int64_t splits
     return item;
 }
 
-/* The same, in sections of some heads whose keys fit into the cache together: in each, the last rows of all
- * its heads come first, since rows that see what is before them have the more to do the later they are.
- * Blocks that begin last are short then, and all multiprocessors end together. */
-PF_DEVICE pf_item pf_get_item_in_sections(const pf_call &call, int64_t heads, int64_t splits) {
+/* The same of item `index` of `num_items`, in sections of some heads whose keys fit into the cache together:
+ * in each, the last rows of all its heads come first, since rows that see what is before them have the more
+ * to do the later they are. Items that begin last are short then, and all multiprocessors end together. */
+PF_DEVICE pf_item pf_get_item_in_sections(const pf_call &call, uint32_t index, uint32_t num_items,
+                                          int64_t heads, int64_t splits) {
     const uint32_t num_rows = (uint32_t)call.row_blocks, num_heads = (uint32_t)heads;
     const uint32_t num_splits = (uint32_t)splits, most = (uint32_t)pf_max(call.section, 1);
-    const uint32_t all = gridDim.x / num_rows, section = blockIdx.x / (most * num_rows);
-    const uint32_t size = min(most, all - section * most), rest = blockIdx.x - section * most * num_rows;
+    const uint32_t all = num_items / num_rows, section = index / (most * num_rows);
+    const uint32_t size = min(most, all - section * most), rest = index - section * most * num_rows;
     uint32_t unit = section * most + rest % size;
     pf_item item;
     item.row_block = num_rows - 1 - rest / size;
@@ -149,28 +150,35 @@ PF_DEVICE bool pf_falls(const pf_ends &ends, int64_t i) {
                             pf_integer_at(ends.data, ends.item_bytes, (i - 1) * ends.stride);
 }
 
-/* Whether an index array on the device holds something that cannot be for this sequence. All threads of the
- * block call it together and get the same answer; it costs nothing where the host has looked. */
-PF_DEVICE bool pf_find_bad(const pf_call &call, const pf_sequence &s) {
-    if (call.unchecked == 0 || s.bad)
-        return s.bad;
-    bool bad = false;
+/* Whether one of `num_threads` threads finds something in an index array on the device that cannot be for
+ * this sequence; it costs nothing where the host has looked. */
+PF_DEVICE bool pf_finds_bad(const pf_call &call, const pf_sequence &s, int64_t thread, int64_t num_threads) {
+    bool bad = s.bad;
+    if (call.unchecked == 0 || bad)
+        return bad;
     if (call.unchecked & PF_UNCHECKED_TABLE) {
         const int64_t used = pf_ceil_div(s.mask.num_keys, call.page_size);
-        for (int64_t i = threadIdx.x; i < used; i += blockDim.x) {
+        for (int64_t i = thread; i < used; i += num_threads) {
             const int64_t page = pf_page_at(call, s.index, i);
             bad |= page < 0 || page >= call.num_pages;
         }
     }
     if (call.unchecked & PF_UNCHECKED_SPANS)
-        for (int64_t i = 1 + threadIdx.x; i < s.num_queries; i += blockDim.x)
+        for (int64_t i = 1 + thread; i < s.num_queries; i += num_threads)
             bad |= pf_falls(s.mask.lo, i) || pf_falls(s.mask.hi, i);
     if ((call.unchecked & PF_UNCHECKED_TREE) && call.tree_kind == PF_TREE_PARENTS) /* bytes cannot be bad */
-        for (int64_t i = threadIdx.x; i < call.num_draft; i += blockDim.x) {
+        for (int64_t i = thread; i < call.num_draft; i += num_threads) {
             const int64_t parent = pf_parent_of(call, s.index, i);
             bad |= parent < -1 || parent >= i;
         }
-    return __syncthreads_or(bad);
+    return bad;
+}
+
+/* The same by all threads of the block, which call it together and get the same answer. */
+PF_DEVICE bool pf_find_bad(const pf_call &call, const pf_sequence &s) {
+    if (call.unchecked == 0 || s.bad)
+        return s.bad;
+    return __syncthreads_or(pf_finds_bad(call, s, threadIdx.x, blockDim.x));
 }
 
 /* Offset of key j in k, v or their scales; the page has been checked. */

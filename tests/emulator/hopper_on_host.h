@@ -21,6 +21,12 @@ static inline void pf_barrier_arrive(uint64_t *barrier, PF_HERE) {
     *barrier = left > 1 ? *barrier - 1 : ((*barrier >> 32 & 1) ^ 1) << 32 | all << 16 | all;
 }
 
+static inline void pf_cp_async_arrive(uint64_t *barrier, PF_HERE) {
+    pf_emu_async_commit();
+    pf_emu_async_wait(0);
+    pf_barrier_arrive(barrier, file, line);
+}
+
 static inline void pf_barrier_wait(uint64_t *barrier, uint32_t parity, PF_HERE) {
     for (int left = 1 << 22; (*(volatile uint64_t *)barrier >> 32 & 1) == parity; left--) {
         if (left == 0)
