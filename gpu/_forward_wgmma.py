@@ -63,12 +63,14 @@ def shared_bytes(tiles: Tiles, width: int, width_v: int, *, paged: bool, final: 
 def _candidates(width: int, width_v: int) -> Iterator[Tiles]:
     """Yield shapes, best first."""
     widest = max(width, width_v)
+    if widest <= 64:
+        yield Tiles(2, 128, 2, 2, True, 104, 200)
     if widest <= 128:
-        yield Tiles(2, 128, 2, 2, True, 40, 232)
+        yield Tiles(2, 128, 2, 2, True, 72, 216)
     if widest <= 192:
-        yield Tiles(2, 96, 2, 1, True, 40, 232)
-    yield Tiles(2, 80, 2, 1, False, 24, 240)
-    yield Tiles(2, 64, 2, 1, False, 24, 240)
+        yield Tiles(2, 96, 2, 1, True, 72, 216)
+    yield Tiles(2, 80, 2, 1, False, 56, 224)
+    yield Tiles(2, 64, 2, 1, False, 56, 224)
 
 
 def _tiles(problem: Problem) -> Tiles | None:

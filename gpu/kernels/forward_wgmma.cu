@@ -19,7 +19,7 @@
 
 enum {
     PF_GROUPS = PF_WARPS / 4, /* warpgroups that compute */
-    PF_COMPUTE_THREADS = 32 * PF_WARPS,
+    PF_TURN_THREADS = 256, /* one warpgroup arrives, one waits */
     PF_PIPE_AT = PF_SHARED_END,
     /* Barriers by number; 0 is that of the whole block. */
     PF_COPIERS = 1,
@@ -132,9 +132,18 @@ PF_DEVICE void pf_copy_tiles(const pf_call &call, const pf_block &block, unsigne
         pf_copy_values(block, shared, pipe, copier, before, before_slot);
 }
 
-/* The number of this block's item in a round, or one past the last. */
-PF_DEVICE uint32_t pf_get_index(uint32_t round) {
-    return round * gridDim.x + (round % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
+/* The next block of rows from a round on that has something to compute; one without rows if there is none. */
+PF_DEVICE void pf_find_block(const pf_call &call, uint32_t num_items, pf_block &block, uint32_t &round) {
+    for (; round * gridDim.x < num_items; round++) {
+        const uint32_t index = round * gridDim.x + (round % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
+        pf_work work;
+        if (index < num_items && pf_get_work(call, index, num_items, work)) {
+            block = pf_get_block(call, work);
+            round++;
+            return;
+        }
+    }
+    block.num_rows = 0;
 }
 
 PF_DEVICE void pf_copy_blocks(const pf_call &call, unsigned char *shared, pf_pipe &pipe) {
@@ -142,33 +151,29 @@ PF_DEVICE void pf_copy_blocks(const pf_call &call, unsigned char *shared, pf_pip
                                           call.max_splits * call.batch);
     pf_block_ring ring = {0, 1}; /* the phase before the first: stages begin empty */
     pf_copier copier = {{0, 1}, {0, 1}, 0};
+    uint32_t round = 0; /* of thread 0 */
 #pragma unroll 1
-    for (uint32_t round = 0; round * gridDim.x < num_items; round++) {
-        const uint32_t index = pf_get_index(round);
-        pf_work work;
-        if (index >= num_items || !pf_get_work(call, index, num_items, work))
-            continue;
+    for (;;) {
         pf_block &block = pf_block_at(shared, ring);
         pf_barrier_wait(&pipe.queries_empty[ring.stage], ring.parity);
-        pf_group_sync(PF_COPIERS, PF_COPY_THREADS); /* all have read the block that was there */
         if (threadIdx.x == 0)
-            block = pf_get_block(call, work);
+            pf_find_block(call, num_items, block, round);
         pf_group_sync(PF_COPIERS, PF_COPY_THREADS);
+        if (block.num_rows == 0)
+            break;
         if (__any_sync(PF_WARP_ALL, pf_finds_bad(call, block.s, threadIdx.x % 32, 32))) {
             pf_store_bad_rows(call, block);
-            continue;
+        } else {
+            pf_copy_queries(call, block, shared + ring.stage * PF_Q_BYTES);
+            pf_cp_async_arrive(&pipe.queries_full[ring.stage]);
+            pf_look_at_rows(call, block, shared + ring.stage * PF_ASIDE_BYTES);
+            pf_barrier_arrive(&pipe.queries_full[ring.stage]);
+            pf_group_sync(PF_COPIERS, PF_COPY_THREADS);
+            pf_copy_tiles(call, block, shared, pipe, copier);
+            pf_next(ring);
         }
-        pf_copy_queries(call, block, shared + ring.stage * PF_Q_BYTES);
-        pf_cp_async_arrive(&pipe.queries_full[ring.stage]);
-        pf_look_at_rows(call, block, shared + ring.stage * PF_ASIDE_BYTES);
-        pf_barrier_arrive(&pipe.queries_full[ring.stage]);
-        pf_group_sync(PF_COPIERS, PF_COPY_THREADS);
-        pf_copy_tiles(call, block, shared, pipe, copier);
-        pf_next(ring);
+        pf_group_sync(PF_COPIERS, PF_COPY_THREADS); /* all have read the block and the places of its tiles */
     }
-    pf_barrier_wait(&pipe.queries_empty[ring.stage], ring.parity);
-    if (threadIdx.x == 0)
-        pf_block_at(shared, ring).num_rows = 0; /* that was the last one */
     pf_cp_async_arrive(&pipe.queries_full[ring.stage]);
     pf_barrier_arrive(&pipe.queries_full[ring.stage]);
 }
@@ -250,14 +255,14 @@ PF_DEVICE void pf_tile(const pf_call &call, const pf_block &block, unsigned char
     pf_barrier_wait(&pipe.keys_full[group.keys.stage], group.keys.parity);
     pf_fence_async();
     if (PF_TURNS)
-        pf_group_sync(PF_TURN + group.number, PF_COMPUTE_THREADS);
+        pf_group_sync(PF_TURN + group.number, PF_TURN_THREADS);
     pf_begin_scores(flat, q, pf_further(group.k, group.keys.stage * PF_K_BYTES));
     if (!FIRST) {
         pf_await_values(pipe, group);
         pf_begin_values(o, group.weights, pf_further(group.v, group.values.stage * PF_V_BYTES));
     }
     if (PF_TURNS)
-        pf_group_arrive(PF_TURN + (group.number + 1) % PF_GROUPS, PF_COMPUTE_THREADS);
+        pf_group_arrive(PF_TURN + (group.number + 1) % PF_GROUPS, PF_TURN_THREADS);
     pf_wgmma_wait<FIRST ? 0 : 1>();
     pf_wgmma_settled(flat);
     pf_used(&pipe.keys_empty[group.keys.stage]);
@@ -318,7 +323,7 @@ PF_DEVICE void pf_compute_blocks(const pf_call &call, unsigned char *shared, pf_
     group.v = pf_factor(shared + PF_V_AT, PF_TILE * 128, 1024);
     group.keys = group.values = {0, 0};
     if (PF_TURNS && group.number == PF_GROUPS - 1) /* the first turn is the first warpgroup's */
-        pf_group_arrive(PF_TURN, PF_COMPUTE_THREADS);
+        pf_group_arrive(PF_TURN, PF_TURN_THREADS);
     pf_block_ring ring = {0, 0};
 #pragma unroll 1
     for (;; pf_next(ring)) {
