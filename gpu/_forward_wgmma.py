@@ -47,17 +47,11 @@ def width_class(width: int) -> int:
     return next(c for c in CLASSES if c >= width)
 
 
-def shared_bytes(tiles: Tiles, width: int, width_v: int, *, paged: bool, final: bool) -> int:
+def shared_bytes(tiles: Tiles, width: int, width_v: int, *, final: bool) -> int:
     """Return the shared memory of a block: the sum that the enumeration in forward_mma_tile.cuh has."""
     queries = tiles.rows * max(width, width_v) * 2 + _BLOCK_BYTES + (48 if final else 16) * tiles.rows
-    places = 48 * tiles.tile if paged else 0
-    barriers = 8 * (2 * tiles.query_stages + 4 * tiles.stages)
-    return (
-        tiles.query_stages * queries
-        + tiles.stages * tiles.tile * (width + width_v) * 2
-        + places
-        + barriers
-    )
+    barriers = 8 * (3 * tiles.query_stages + 4 * tiles.stages)
+    return tiles.query_stages * queries + tiles.stages * tiles.tile * (width + width_v) * 2 + barriers
 
 
 def _candidates(width: int, width_v: int) -> Iterator[Tiles]:
@@ -75,10 +69,8 @@ def _candidates(width: int, width_v: int) -> Iterator[Tiles]:
 
 def _tiles(problem: Problem) -> Tiles | None:
     width, width_v = width_class(problem.head_dim), width_class(problem.head_dim_v)
-    # Where bits may not depend on pages, tiles leave the room that these take.
-    paged = problem.page_size > 0 or problem.batch_invariant
     for tiles in _candidates(width, width_v):
-        needed = shared_bytes(tiles, width, width_v, paged=paged, final=_forward_mma.is_final(problem))
+        needed = shared_bytes(tiles, width, width_v, final=_forward_mma.is_final(problem))
         if needed <= problem.shared_bytes:
             return tiles
     return None
@@ -125,9 +117,7 @@ def prefill_step(problem: Problem) -> Step:
     assert tiles is not None, "asked `takes` before"
     width, width_v = width_class(problem.head_dim), width_class(problem.head_dim_v)
     source = _source(tiles, width, width_v, problem.expressions, **_forward_mma.options_of(problem))
-    shared = shared_bytes(
-        tiles, width, width_v, paged=problem.page_size > 0, final=_forward_mma.is_final(problem)
-    )
+    shared = shared_bytes(tiles, width, width_v, final=_forward_mma.is_final(problem))
     step = _forward_mma.step_of(problem, source, tiles.rows, tiles.threads, shared)
     if tiles.query_stages == 1:
         return step

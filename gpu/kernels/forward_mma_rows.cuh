@@ -63,10 +63,15 @@ PF_DEVICE void pf_store_rows(const pf_call &call, const pf_block &block, int64_t
             }
         }
     float own_factor = 0;
+    int64_t own_out = 0;
     bool again = false;
     if (lane < PF_WARP_ROWS && first + lane < block.num_rows) {
         const int64_t i = pf_query_of(block, first + lane), head = pf_head_of(block, first + lane);
-        own_factor = (float)pf_output_factor((double)own_m, (double)own_l, pf_sink_of(call, head));
+        own_out = pf_query_offset(call.out, s, head, i);
+        if (call.sinks.data)
+            own_factor = (float)pf_output_factor((double)own_m, (double)own_l, pf_sink_of(call, head));
+        else
+            own_factor = own_m == -pf_infinity() ? 0 : __frcp_rn(own_l);
         pf_store_lse(call, s, head, i, (double)own_m, (double)own_l);
         /* Exponents so large that rounding them would show. */
         again = !PF_FINAL && own_m != -pf_infinity() && fabsf(own_m) > 1e6f;
@@ -100,9 +105,10 @@ PF_DEVICE void pf_store_rows(const pf_call &call, const pf_block &block, int64_t
                     *(uint32_t *)(staged + pf_swizzled<PF_HEAD_DIM_V, PF_STAGED_ROWS>(row, n) + lane % 4 * 4) =
                         call.out.dtype == PF_BF16 ? pf_pack_bf16(low, high) : pf_pack_f16(low, high);
                 }
-            } else if (first + row < block.num_rows) {
-                char *out = pf_place(call.out, pf_query_offset(call.out, s, pf_head_of(block, first + row),
-                                                               pf_query_of(block, first + row)));
+            } else {
+                char *out = pf_place(call.out, __shfl_sync(PF_WARP_ALL, own_out, row));
+                if (first + row >= block.num_rows)
+                    continue;
 #pragma unroll
                 for (int n = 0; n < PF_HEAD_DIM_V / 8; n++)
                     if (8 * n < call.head_dim_v) {
@@ -117,14 +123,18 @@ PF_DEVICE void pf_store_rows(const pf_call &call, const pf_block &block, int64_t
         }
     __syncwarp();
     if (!wide) {
-        const int pieces = PF_HEAD_DIM_V / 8;
-        for (int i = lane; i < PF_WARP_ROWS * pieces; i += 32) {
-            const int row = i / pieces, piece = i % pieces;
-            if (first + row < block.num_rows && piece * 8 < call.head_dim_v) {
-                char *out = pf_place(call.out, pf_query_offset(call.out, s, pf_head_of(block, first + row),
-                                                               pf_query_of(block, first + row)));
-                *(uint4 *)(out + piece * 16) =
-                    *(const uint4 *)(staged + pf_swizzled<PF_HEAD_DIM_V, PF_STAGED_ROWS>(row, piece));
+        typedef pf_copy<PF_HEAD_DIM_V, 32> pieces;
+        const int piece = lane % pieces::LANES, at = lane / pieces::LANES;
+#pragma unroll
+        for (int next = 0; next < PF_WARP_ROWS; next += pieces::ROWS) {
+            const int row = next + at;
+            char *out = pf_place(call.out, __shfl_sync(PF_WARP_ALL, own_out, row));
+#pragma unroll
+            for (int i = 0; i < pieces::REPEAT; i++) {
+                const int p = piece + i * pieces::LANES;
+                if (first + row < block.num_rows && p * 8 < call.head_dim_v)
+                    *(uint4 *)(out + p * 16) =
+                        *(const uint4 *)(staged + pf_swizzled<PF_HEAD_DIM_V, PF_STAGED_ROWS>(row, p));
             }
         }
         __syncwarp();
@@ -136,30 +146,27 @@ PF_DEVICE void pf_store_rows(const pf_call &call, const pf_block &block, int64_t
         pf_redo_rows(call, s.index, block.head, first, broken);
 }
 
-/* What rows see of one side. */
-PF_DEVICE void pf_find_spans(const pf_call &call, pf_block &block, int side, int2 *spans) {
-    const pf_sequence &s = block.s;
-    const pf_span keys = {pf_split_lo(call, s, block.split), pf_split_lo(call, s, block.split + 1)};
-    pf_span any = keys, all = keys, own;
-    for (int row = threadIdx.x; row < PF_ROWS; row += PF_COPY_THREADS) {
-        own = keys;
-        if (PF_SPANS)
-            own = pf_clip(pf_visible(&s.mask, pf_query_of(block, pf_row_of(block, row)), side), keys.lo,
-                          keys.hi);
-        spans[row] = make_int2((int)own.lo, (int)own.hi);
+/* Keys of a split. */
+PF_DEVICE pf_span pf_keys_of(const pf_call &call, const pf_block &block) {
+    return {pf_split_lo(call, block.s, block.split), pf_split_lo(call, block.s, block.split + 1)};
+}
+
+/* The tiles of each side; by one thread. */
+PF_DEVICE void pf_find_tiles(const pf_call &call, pf_block &block) {
+    const pf_span keys = pf_keys_of(call, block);
+    for (int side = 0; side < PF_NUM_SIDES; side++) {
+        pf_span any = keys, all = keys;
+        if (PF_SPANS) {
+            const int64_t first = pf_query_of(block, block.first);
+            const int64_t last = pf_query_of(block, pf_row_of(block, PF_ROWS - 1));
+            any = pf_clip(pf_visible_to_any(&block.s.mask, first, last, side), keys.lo, keys.hi);
+            all = pf_clip(pf_visible_to_all(&block.s.mask, first, last, side), keys.lo, keys.hi);
+        }
+        block.begin[side] = (int)any.lo / PF_TILE;
+        block.end[side] = any.lo < any.hi ? ((int)any.hi + PF_TILE - 1) / PF_TILE : block.begin[side];
+        block.full_begin[side] = ((int)all.lo + PF_TILE - 1) / PF_TILE;
+        block.full_end[side] = (int)all.hi / PF_TILE;
     }
-    if (threadIdx.x != 0)
-        return;
-    if (PF_SPANS) {
-        const int64_t first = pf_query_of(block, block.first);
-        const int64_t last = pf_query_of(block, pf_row_of(block, PF_ROWS - 1));
-        any = pf_clip(pf_visible_to_any(&s.mask, first, last, side), keys.lo, keys.hi);
-        all = pf_clip(pf_visible_to_all(&s.mask, first, last, side), keys.lo, keys.hi);
-    }
-    block.begin[side] = (int)any.lo / PF_TILE;
-    block.end[side] = any.lo < any.hi ? ((int)any.hi + PF_TILE - 1) / PF_TILE : block.begin[side];
-    block.full_begin[side] = ((int)all.lo + PF_TILE - 1) / PF_TILE;
-    block.full_end[side] = (int)all.hi / PF_TILE;
 }
 
 /* What an item is, unless there is nothing to compute. */
@@ -169,14 +176,12 @@ struct pf_work {
     int64_t first, num_rows;
 };
 
-PF_DEVICE bool pf_get_work(const pf_call &call, uint32_t index, uint32_t num_items, pf_work &work) {
-    work.item = pf_get_item_in_sections(call, index, num_items, PF_PACKED ? call.num_kv_heads : call.num_heads,
-                                        call.max_splits);
-    work.s = pf_get_sequence(call, work.item.sequence);
-    work.first = work.item.row_block * PF_ROWS;
+PF_DEVICE bool pf_get_work(const pf_call &call, const pf_item &item, pf_work &work) {
+    work.item = item;
+    work.s = pf_get_sequence(call, item.sequence);
+    work.first = item.row_block * PF_ROWS;
     work.num_rows = PF_PACKED ? work.s.num_queries * work.s.group : work.s.num_queries;
-    return pf_is_mine(call, work.s) && work.first < work.num_rows &&
-           work.item.split < pf_num_splits(call, work.s);
+    return pf_is_mine(call, work.s) && work.first < work.num_rows && item.split < pf_num_splits(call, work.s);
 }
 
 PF_DEVICE pf_block pf_get_block(const pf_call &call, const pf_work &work) {
@@ -201,7 +206,7 @@ PF_DEVICE pf_block pf_get_block(const pf_call &call, const pf_work &work) {
 PF_DEVICE void pf_store_bad_rows(const pf_call &call, const pf_block &block) {
     const int64_t step = call.row_blocks * PF_ROWS;
     for (int64_t at = block.first; !call.partial && at < block.num_rows; at += step)
-        for (int64_t row = at + threadIdx.x / 32; row < pf_min(at + PF_ROWS, block.num_rows);
+        for (int64_t row = at + threadIdx.x / 32 % PF_COPY_WARPS; row < pf_min(at + PF_ROWS, block.num_rows);
              row += PF_COPY_WARPS)
             pf_store_bad_row(call, block.s, pf_head_of(block, row), pf_query_of(block, row));
 }
@@ -209,10 +214,13 @@ PF_DEVICE void pf_store_bad_rows(const pf_call &call, const pf_block &block) {
 /* What this block works on, told to all of its threads; false if there is nothing to compute. */
 PF_DEVICE bool pf_begin(const pf_call &call, pf_block &block) {
     pf_work work;
-    if (!pf_get_work(call, blockIdx.x, gridDim.x, work))
+    const int64_t heads = PF_PACKED ? call.num_kv_heads : call.num_heads;
+    if (!pf_get_work(call, pf_get_item_in_sections(call, blockIdx.x, gridDim.x, heads, call.max_splits), work))
         return false;
-    if (threadIdx.x == 0)
+    if (threadIdx.x == 0) {
         block = pf_get_block(call, work);
+        pf_find_tiles(call, block);
+    }
     __syncthreads();
     if (!pf_find_bad(call, block.s))
         return true;
@@ -231,18 +239,22 @@ PF_DEVICE void pf_copy_queries(const pf_call &call, const pf_block &block, unsig
     }
 }
 
-/* What tells tiles and rows from one another: spans, and what terms need to know. */
-PF_DEVICE void pf_look_at_rows(const pf_call &call, pf_block &block, unsigned char *shared) {
-    for (int side = 0; side < PF_NUM_SIDES; side++)
-        pf_find_spans(call, block, side, (int2 *)(shared + PF_SPANS_AT) + side * PF_ROWS);
+/* What tells rows from one another: the keys that each sees, and what terms need to know. */
+PF_DEVICE void pf_look_at_rows(const pf_call &call, const pf_block &block, unsigned char *shared) {
+    const pf_span keys = pf_keys_of(call, block);
+    for (int row = threadIdx.x % PF_COPY_THREADS; row < PF_ROWS; row += PF_COPY_THREADS) {
+        const int64_t i = pf_row_of(block, row), query = pf_query_of(block, i);
+        for (int side = 0; side < PF_NUM_SIDES; side++) {
+            const pf_span own =
+                PF_SPANS ? pf_clip(pf_visible(&block.s.mask, query, side), keys.lo, keys.hi) : keys;
+            ((int2 *)(shared + PF_SPANS_AT))[side * PF_ROWS + row] = make_int2((int)own.lo, (int)own.hi);
+        }
 #if PF_FINAL
-    for (int row = threadIdx.x; row < PF_ROWS; row += PF_COPY_THREADS) {
-        const int64_t i = pf_row_of(block, row);
-        const pf_query q = pf_get_query(call, block.s, pf_head_of(block, i), pf_query_of(block, i));
+        const pf_query q = pf_get_query(call, block.s, pf_head_of(block, i), query);
         ((pf_row_terms *)(shared + PF_QUERIES_AT))[row] = {q.position, q.bias, q.mask, q.slope,
                                                            (int32_t)q.head};
-    }
 #endif
+    }
 }
 
 /* Whether every row sees all of a tile. */

@@ -102,6 +102,12 @@ PF_DEVICE void pf_finish_row(const pf_call &call, const pf_sequence &s, const pf
 #endif
 }
 
+/* The scores of a lane whose columns, 8 (i / 2) + i % 2, are less than `end`, one bit each. */
+PF_DEVICE uint32_t pf_columns_below(int end) {
+    const int whole = min(max(end, 0), 8 * 16), count = whole / 8 * 2 + min(whole % 8, 2);
+    return count >= 32 ? ~0u : (1u << count) - 1;
+}
+
 /* What a tile needs beside the products: final scores, -inf for what a row does not see. `bottom` becomes the
  * lowest that the maximum of a row can be: -inf if the row sees none of the tile. `first` is the first key.
  */
@@ -116,10 +122,7 @@ PF_DEVICE void pf_finish_scores(const pf_call &call, const pf_sequence &s, const
             const int row = warp * PF_WARP_ROWS + 16 * m + 8 * h + lane / 4;
             const int column = first + lane % 4 * 2;
             const int lo = spans[row].x - column, hi = spans[row].y - column;
-            uint32_t hidden = 0;
-#pragma unroll
-            for (int i = 0; i < PF_TILE / 4; i++)
-                hidden |= (uint32_t)(8 * (i / 2) + i % 2 < lo || 8 * (i / 2) + i % 2 >= hi) << i;
+            uint32_t hidden = ~(pf_columns_below(hi) & ~pf_columns_below(lo));
 #if PF_FINAL
             pf_finish_row(call, s, terms[row], m, h, first, score, hidden);
 #endif
@@ -127,8 +130,8 @@ PF_DEVICE void pf_finish_scores(const pf_call &call, const pf_sequence &s, const
             for (int i = 0; i < PF_TILE / 4; i++)
                 if (hidden >> i & 1)
                     score[m][i / 2][2 * h + i % 2] = -pf_infinity();
-            bottom[m][h] =
-                hidden == (uint32_t)(((uint64_t)1 << PF_TILE / 4) - 1) ? -pf_infinity() : pf_lowest<float>();
+            constexpr uint32_t all = (uint32_t)(((uint64_t)1 << PF_TILE / 4) - 1);
+            bottom[m][h] = (hidden & all) == all ? -pf_infinity() : pf_lowest<float>();
         }
 }
 

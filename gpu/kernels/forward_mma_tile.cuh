@@ -26,10 +26,11 @@
 #define PF_FINAL ((PF_TERMS) != 0 || !PF_POSITIVE_SCALE)
 
 enum {
-    PF_COPY_WARPS = PF_WGMMA ? 4 : PF_WARPS,
+    /* Who looks at rows and copies tiles: all of them, or one of a warpgroup that does nothing else. */
+    PF_COPY_WARPS = PF_WGMMA ? 1 : PF_WARPS,
     PF_COPY_THREADS = 32 * PF_COPY_WARPS,
-    /* Warps that compute, PF_WARPS of them, come behind those that do nothing but copy. */
-    PF_FIRST_WARP = PF_WGMMA ? PF_COPY_WARPS : 0,
+    /* Warps that compute, PF_WARPS of them, come behind that warpgroup. */
+    PF_FIRST_WARP = PF_WGMMA ? 4 : 0,
     PF_THREADS = 32 * (PF_WARPS + PF_FIRST_WARP),
     PF_WARP_ROWS = 16 * PF_ROW_TILES,
     PF_ROWS = PF_WARPS * PF_WARP_ROWS,
@@ -49,10 +50,8 @@ enum {
     PF_SPANS_AT = PF_BLOCK_AT + PF_BLOCK_BYTES,
     PF_QUERIES_AT = PF_SPANS_AT + PF_NUM_SIDES * PF_ROWS * 8,
     PF_ASIDE_BYTES = PF_QUERIES_AT - PF_BLOCK_AT + (PF_FINAL ? 32 * PF_ROWS : 0),
-    /* Then places of keys and values of some tiles. */
+    /* Then places of keys and values of two tiles where they are paged, or barriers of those that copy. */
     PF_PLACES_AT = PF_BLOCK_AT + PF_QUERY_STAGES * PF_ASIDE_BYTES,
-    PF_PLACES = PF_WGMMA ? 3 : 2,
-    PF_SHARED_END = PF_PLACES_AT + (PF_PAGED ? PF_PLACES * 2 * PF_TILE * 8 : 0),
 };
 
 /* What score terms need to know of a row. */
@@ -110,13 +109,12 @@ template <int WIDTH> PF_DEVICE uint32_t pf_at_step(uint32_t place, int step) {
 }
 
 /* How threads share the rows of a tile: LANES of them read a row, REPEAT pieces each. */
-template <int WIDTH> struct pf_copy {
+template <int WIDTH, int THREADS = PF_COPY_THREADS> struct pf_copy {
     enum {
         PIECES = WIDTH / 8,
         LANES = PIECES % 3 ? PIECES : PIECES / 3,
         REPEAT = PIECES / LANES,
-        ROWS = PF_COPY_THREADS / LANES, /* at a time */
-        ROW_BYTES = PF_WGMMA ? 128 : WIDTH * 2,
+        ROWS = THREADS / LANES, /* at a time */
     };
 };
 
@@ -161,7 +159,7 @@ PF_DEVICE void pf_copy_tile(unsigned char *tile, const pf_stream &stream, const 
 #pragma unroll
             for (int i = 0; i < copy::REPEAT; i++)
                 if (copy::ROWS % 8 == 0 && copy::REPEAT == 1)
-                    pf_cp_async16(to + r * copy::ROWS * copy::ROW_BYTES, next, true);
+                    pf_cp_async16(to + r * copy::ROWS * (WIDTH * 2), next, true);
                 else
                     pf_cp_async16(
                         tile + pf_swizzled<WIDTH, PF_TILE>(row + r * copy::ROWS,

@@ -28,11 +28,10 @@ struct pf_item {
 };
 
 /* `heads` and `splits` are how many blocks there are along them. */
-PF_DEVICE pf_item pf_get_item(const pf_call &call, int64_t heads, int64_t splits) {
+PF_DEVICE pf_item pf_item_at(const pf_call &call, uint32_t rest, int64_t heads, int64_t splits) {
     /* A grid has fewer than 2^31 blocks, and short numbers are divided several times as fast. */
     const uint32_t num_rows = (uint32_t)call.row_blocks, num_heads = (uint32_t)heads;
     const uint32_t num_splits = (uint32_t)splits;
-    uint32_t rest = blockIdx.x;
     pf_item item;
     item.row_block = rest % num_rows;
     rest /= num_rows;
@@ -41,6 +40,10 @@ PF_DEVICE pf_item pf_get_item(const pf_call &call, int64_t heads, int64_t splits
     item.split = rest % num_splits;
     item.sequence = rest / num_splits;
     return item;
+}
+
+PF_DEVICE pf_item pf_get_item(const pf_call &call, int64_t heads, int64_t splits) {
+    return pf_item_at(call, blockIdx.x, heads, splits);
 }
 
 /* The same of item `index` of `num_items`, in sections of some heads whose keys fit into the cache together:
