@@ -135,7 +135,12 @@ PF_DEVICE void pf_store_rows(const pf_call &call, const pf_block &block, int64_t
 /* What rows see of one side. */
 PF_DEVICE void pf_find_spans(const pf_call &call, pf_block &block, int side, int2 *spans) {
     const pf_sequence &s = block.s;
-    const pf_span keys = {pf_split_lo(call, s, block.split), pf_split_lo(call, s, block.split + 1)};
+    const int64_t first = pf_query_of(block, block.first);
+    const int64_t last = pf_query_of(block, pf_row_of(block, PF_ROWS - 1));
+    pf_span seen = {0, s.mask.num_keys};
+    if (PF_SPANS && call.split_seen)
+        seen = pf_clip(pf_visible_to_any(&s.mask, first, last, side), seen.lo, seen.hi);
+    const pf_span keys = pf_split_of(call, s, block.split, seen, PF_TILE);
     pf_span any = keys, all = keys, own;
     for (int row = threadIdx.x; row < PF_ROWS; row += PF_THREADS) {
         own = keys;
@@ -147,8 +152,6 @@ PF_DEVICE void pf_find_spans(const pf_call &call, pf_block &block, int side, int
     if (threadIdx.x != 0)
         return;
     if (PF_SPANS) {
-        const int64_t first = pf_query_of(block, block.first);
-        const int64_t last = pf_query_of(block, pf_row_of(block, PF_ROWS - 1));
         any = pf_clip(pf_visible_to_any(&s.mask, first, last, side), keys.lo, keys.hi);
         all = pf_clip(pf_visible_to_all(&s.mask, first, last, side), keys.lo, keys.hi);
     }
