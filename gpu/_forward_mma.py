@@ -311,8 +311,8 @@ def variants() -> Iterator[Variant]:
                 common = width == width_v and width in (64, 128) and option in ({}, {"spans": 1})
                 source = _source(tiles, width, width_v, bfloat16=capability >= 80, **option)
                 yield Variant(source, (capability,), spills, common)
-                if option.get("packed"):
-                    few = few_rows(tiles, width, width_v, bytes_of_block, **room)
+                few = few_rows(tiles, width, width_v, bytes_of_block, **room)
+                if option.get("packed") and few != tiles:
                     source = _source(few, width, width_v, bfloat16=capability >= 80, **option)
                     yield Variant(source, (capability,), spills)
     float16 = choose_tiles(

@@ -202,12 +202,14 @@ _COMBINE_THREADS, _COMBINE_ROWS = 128, 4
 def combine_step(problem: Problem, fields: tuple[tuple[str, int], ...], splits: Splits) -> Step:
     """Return the launch that merges the states of splits.
 
-    A block has some heads of one query: one, where rows are few, so that many multiprocessors ask memory for
-    their states.
+    Few rows wait for the way to memory and back: each has a block, and each output a thread. Of many rows a
+    block has as many heads of one query as it has threads for, and a thread four outputs: they share the
+    weights of states. The bits are the same.
     """
-    outputs = 4 if problem.real == "float" and problem.head_dim_v % 4 == 0 else 1
+    many = problem.num_rows >= _COMBINE_ROWS * problem.num_sms
+    outputs = 4 if many and problem.real == "float" and problem.head_dim_v % 4 == 0 else 1
     lanes = min(max(ceil_div(problem.head_dim_v, outputs), 1), _COMBINE_THREADS)
-    most = _COMBINE_THREADS // lanes if problem.num_rows >= _COMBINE_ROWS * problem.num_sms else 1
+    most = _COMBINE_THREADS // lanes if many else 1
     blocks = ceil_div(problem.num_heads, most)  # of a query
     threads = 32 * ceil_div(ceil_div(problem.num_heads, blocks) * lanes, 32)
     tokens = max(min(problem.num_queries, MAX_BLOCKS // blocks), 1)

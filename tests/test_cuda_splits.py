@@ -298,9 +298,10 @@ def test_a_workspace_at_a_multiple_of_8_cuda(cut):
     want = cut(build, 4)
     call = build("float32" if cut.kernel == "forward_fma" else "float16")
     needed = explain(call, CUDA, family="prefill").workspace_bytes
-    memory = np.empty(needed + 24, np.uint8)
-    start = -memory.ctypes.data % 16 + 8
-    assert_same_bits(run(call, CUDA, family="prefill", workspace=memory[start : start + needed]), want)
+    memory = on_device(np.zeros(needed + 8, np.uint8))[8:]  # allocations begin at multiples of 16
+    given = [on_device(call.arrays[name]) for name in "qkv"]
+    options = dict(causal=True, family="prefill", backend="cuda", workspace=memory)
+    assert_same_bits(on_host(pyflash.flash_attention(*given, **options)), want[0])
 
 
 def test_bits_do_not_depend_on_the_run_cuda(cut):
@@ -309,6 +310,17 @@ def test_bits_do_not_depend_on_the_run_cuda(cut):
 
     want = cut(build, 5)
     assert_same_bits(cut(build, 5), want)
+
+
+@pytest.mark.parametrize("head_dim_v", [64, 72])
+def test_bits_do_not_depend_on_how_many_outputs_a_thread_merges_cuda(cut, monkeypatch, head_dim_v):
+    def build(dtype):
+        return dense(12, seqlen_q=40, seqlen_kv=700, dtype=dtype, **SHAPE | dict(head_dim_v=head_dim_v))
+
+    monkeypatch.setattr(_plan, "_COMBINE_ROWS", 0)
+    want = cut(build, 7)
+    monkeypatch.setattr(_plan, "_COMBINE_ROWS", 10**9)
+    assert_same_bits(cut(build, 7), want)
 
 
 def test_nothing_of_hidden_keys_is_seen_cuda(cut):

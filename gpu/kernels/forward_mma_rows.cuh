@@ -147,6 +147,8 @@ PF_DEVICE void pf_find_spans(const pf_call &call, pf_block &block, int side, int
         if (PF_SPANS)
             own = pf_clip(pf_visible(&s.mask, pf_query_of(block, pf_row_of(block, row)), side), keys.lo,
                           keys.hi);
+        if (PF_SPANS && block.first + row / PF_WARP_ROWS * PF_WARP_ROWS >= block.num_rows)
+            own = {0, 0}; /* a warp without rows has nothing to do */
         spans[row] = make_int2((int)own.lo, (int)own.hi);
     }
     if (threadIdx.x != 0)

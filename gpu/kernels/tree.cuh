@@ -26,14 +26,23 @@ template <int N> PF_DEVICE pf_part<N> pf_no_part() {
     return part;
 }
 
+/* a alpha + b beta: rounded alike in every kernel, however the compiler would take it. */
+PF_DEVICE float pf_weighted(float a, float alpha, float b, float beta) {
+    return fmaf(a, alpha, b * beta);
+}
+
+PF_DEVICE double pf_weighted(double a, double alpha, double b, double beta) {
+    return fma(a, alpha, b * beta);
+}
+
 template <int N> PF_DEVICE pf_part<N> pf_merged(const pf_part<N> &a, const pf_part<N> &b) {
     pf_part<N> both;
     both.m = pf_max_of(a.m, b.m);
     const pf_real alpha = pf_rescaling(a.m, both.m), beta = pf_rescaling(b.m, both.m);
-    both.l = a.l * alpha + b.l * beta;
+    both.l = pf_weighted(a.l, alpha, b.l, beta);
 #pragma unroll
     for (int i = 0; i < N; i++)
-        both.o[i] = a.o[i] * alpha + b.o[i] * beta;
+        both.o[i] = pf_weighted(a.o[i], alpha, b.o[i], beta);
     return both;
 }
 
