@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from . import _decode, _forward_fma, _forward_mma, _forward_wgmma, _operations, _plan
-from ._plan import Plan, Problem, Splits, Step, Variant
+from ._plan import Plan, Problem, Step, Variant
 
 
 def plan(problem: Problem) -> Plan:
@@ -18,9 +18,7 @@ def plan(problem: Problem) -> Plan:
     for module in () if problem.wide_scores else (_decode, _forward_wgmma, _forward_mma, _forward_fma):
         found: Plan | None = module.plan(problem)
         if found is not None:
-            splits = Splits(found.max_splits, found.num_splits, found.split_keys)
-            steps = tuple(step._replace(splits=splits) for step in found.steps)
-            return found._replace(steps=steps)
+            return found
     return _plan.generic(problem)
 
 
@@ -31,11 +29,13 @@ def _mixed(problem: Problem) -> Plan:
     if found is None:
         small, name = _plan.generic_steps(problem, "decode"), "generic"
     else:
-        splits = Splits(*found[1:])
-        small, name = tuple(step._replace(splits=splits) for step in found[0]), "decode_mma"
+        small, name = found, "decode_mma"
     return Plan(
-        f"{kernel}+{name}", "prefill+decode", (*steps, *small), tile, rows, *small[0].splits,
-        (f"kernel: {kernel} for sequences of many rows, {name} for those of few",),
+        f"{kernel}+{name}", "prefill+decode", (*steps, *small), tile, rows, small[0].splits,
+        (
+            f"kernel: {kernel} for sequences of many rows, {name} for those of few",
+            f"splits: {steps[0].splits.max_splits} of many rows, {small[0].splits.max_splits} of few",
+        ),
     )  # fmt: skip
 
 
@@ -47,13 +47,8 @@ def _prefill(problem: Problem) -> tuple[str, int, int, tuple[Step, ...]]:
         (_forward_fma, "forward_fma"),
     ):
         if not problem.wide_scores and module.takes(problem):
-            splits = Splits(*_plan.split_fields(problem, 0))
-            step = module.prefill_step(problem)._replace(splits=splits)
-            tile, rows = module.tile_of(problem)
-            if not splits.are_merged:
-                return kernel, tile, rows, (step,)
-            combine = _plan.combine_step(problem, _plan.row_limits(problem, "prefill"))
-            return kernel, tile, rows, (step, combine._replace(splits=splits))
+            step = module.prefill_step(problem)
+            return kernel, *module.tile_of(problem), _plan.with_merge(problem, step, "prefill")
     return "generic", _plan.GENERIC_TILE, _plan.GENERIC_WARPS, _plan.generic_steps(problem, "prefill")
 
 

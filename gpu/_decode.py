@@ -15,7 +15,7 @@ from .._description import DECODE_MAX_ROWS
 from .._dtypes import BY_NAME
 from . import _plan
 from ._compile import Source
-from ._plan import Plan, Problem, Step, Variant
+from ._plan import Plan, Problem, Splits, Step, Variant
 
 #: Keys of a chunk, the step of a stream.
 KEYS = 16
@@ -187,14 +187,14 @@ def _fit(shape: Shape, problem: Problem) -> Shape | None:
     return None
 
 
-def _splits(problem: Problem, shape: Shape, items: int) -> tuple[int, int, int]:
-    """Return (max_splits, num_splits, split_keys) that keep all multiprocessors at work.
+def _splits(problem: Problem, shape: Shape, items: int) -> Splits:
+    """Return how keys are cut so that all multiprocessors are at work.
 
     Where the caller asks for nothing, every sequence is cut into the same number of parts, equally long: its
     real length may lie on the device, far below the bound, and all blocks are to have a part of it.
     """
     if problem.num_splits is not None or problem.batch_invariant:
-        return _plan.split_fields(problem, INVARIANT_SPLIT_KEYS)
+        return _plan.fixed_splits(problem, INVARIANT_SPLIT_KEYS)
     key_bytes = (shape.k_dim + shape.v_dim) * shape.bits // 8
     splits = _best_splits(
         items,
@@ -203,7 +203,7 @@ def _splits(problem: Problem, shape: Shape, items: int) -> tuple[int, int, int]:
         problem.num_sms * shape.blocks,
         shape.keys * shape.warps // shape.team,
     )
-    return (splits, splits, 0) if splits > 1 else (1, 0, 0)
+    return Splits(splits, splits) if splits > 1 else Splits()
 
 
 @functools.lru_cache(maxsize=1024)
@@ -220,26 +220,24 @@ def _best_splits(items: int, num_keys: int, key_bytes: int, slots: int, step: in
     return best
 
 
-def _compose(
-    problem: Problem, shape: Shape, limits: tuple[tuple[str, int], ...]
-) -> tuple[tuple[Step, ...], int, int, int]:
+def _compose(problem: Problem, shape: Shape, limits: tuple[tuple[str, int], ...]) -> tuple[Step, ...]:
     blocks = max(_plan.ceil_div(problem.max_seqlen_q * problem.group, shape.rows), 1)
     items = blocks * problem.num_kv_heads * problem.batch
-    max_splits, num_splits, split_keys = _splits(problem, shape, items)
+    splits = _splits(problem, shape, items)
     source = shape.source._replace(expressions=problem.expressions)
     steps = [
         Step(
-            source, 32 * shape.warps, items * max_splits, shape.shared_bytes,
-            (*limits, ("row_blocks", blocks)),
+            source, 32 * shape.warps, items * splits.max_splits, shape.shared_bytes,
+            (*limits, ("row_blocks", blocks)), splits,
         )
     ]  # fmt: skip
-    if max_splits > 1 or num_splits > 1:
-        steps.append(_plan.combine_step(problem, limits))
-    return tuple(steps), max_splits, num_splits, split_keys
+    if splits.are_merged:
+        steps.append(_plan.combine_step(problem, limits, splits))
+    return tuple(steps)
 
 
-def decode_steps(problem: Problem) -> tuple[tuple[Step, ...], int, int, int] | None:
-    """Return (steps, max_splits, num_splits, split_keys) for the sequences of the decode family.
+def decode_steps(problem: Problem) -> tuple[Step, ...] | None:
+    """Return the launches for the sequences of the decode family.
 
     None if the kernels here do not take them. The steps leave sequences of other families alone.
     """
@@ -259,13 +257,14 @@ def plan(problem: Problem) -> Plan | None:
     shape = shape_of(problem)
     if shape is None:
         return None
-    steps, max_splits, num_splits, split_keys = _compose(problem, shape, _plan.row_limits(problem, "decode"))
+    steps = _compose(problem, shape, _plan.row_limits(problem, "decode"))
+    splits = steps[0].splits
     return Plan(
-        "decode_mma", "decode", steps, KEYS, shape.rows, max_splits, num_splits, split_keys,
+        "decode_mma", "decode", steps, KEYS, shape.rows, splits,
         (
             f"kernel: decode_mma, {shape.warps} warps, {shape.stages} stages of {KEYS} keys each",
-            f"splits: {max_splits}, so that {problem.num_kv_heads * problem.batch} heads of keys keep "
-            f"{problem.num_sms} multiprocessors at work" if max_splits > 1 else "splits: none",
+            f"splits: {splits.max_splits}, so that {problem.num_kv_heads * problem.batch} heads of keys keep "
+            f"{problem.num_sms} multiprocessors at work" if splits.max_splits > 1 else "splits: none",
         ),
     )  # fmt: skip
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from .. import _dtypes
+from . import _splits
 from ._compile import Source
 from ._plan import (
     TERMS,
@@ -13,13 +14,12 @@ from ._plan import (
     Problem,
     Step,
     Variant,
-    combine_step,
     families_of,
     row_blocks,
     row_limits,
     section,
-    split_fields,
     term_bits,
+    with_merge,
 )
 
 #: Widths that kernels are compiled for; others are padded in shared memory.
@@ -48,6 +48,9 @@ class Tile(NamedTuple):
         """Query rows of a block."""
         return 2 * self.thread_rows * self.warps
 
+
+#: Multiply-adds of a multiprocessor in a microsecond: what plans compare times by.
+RATES = {"float": 1.5e5, "double": 5.5e4}
 
 #: By class, the preferred tile first; the first that fits into shared memory is taken.
 TILES = {
@@ -180,11 +183,12 @@ def tile_of(problem: Problem) -> tuple[int, int]:
 
 def prefill_step(problem: Problem) -> Step:
     """Return the launch that computes the sequences of the prefill family; `takes(problem)` must hold."""
-    max_splits, _, _ = split_fields(problem, 0)
     chosen = _chosen(problem)
     assert chosen is not None
     tile, dim, dim_v, needed = chosen
-    others = problem.num_heads * max_splits * problem.batch
+    rate = RATES[problem.real]
+    splits = _splits.prefill_splits(problem, _splits.Blocks(tile.rows, tile.keys, tile.blocks, rate))
+    others = problem.num_heads * splits.max_splits * problem.batch
     blocks = row_blocks(problem, tile.rows, others)
     fold = problem.real == "float" and problem.positive_scale and not problem.terms & _SCORE_TERMS
     defines = _defines(
@@ -194,8 +198,10 @@ def prefill_step(problem: Problem) -> Step:
         terms=term_bits(problem),
     )  # fmt: skip
     source = Source("forward_fma.cu", "pf_forward_fma", defines, problem.expressions)
-    fields = (*row_limits(problem, "prefill"), ("row_blocks", blocks), section(problem, others))
-    return Step(source, 32 * tile.warps, blocks * others, needed, fields)
+    fields = (
+        *row_limits(problem, "prefill"), ("row_blocks", blocks), section(problem, others, splits.max_splits)
+    )  # fmt: skip
+    return Step(source, 32 * tile.warps, blocks * others, needed, fields, splits)
 
 
 def plan(problem: Problem) -> Plan | None:
@@ -205,14 +211,14 @@ def plan(problem: Problem) -> Plan | None:
     chosen = _chosen(problem)
     assert chosen is not None
     tile = chosen[0]
-    max_splits, num_splits, split_keys = split_fields(problem, 0)
-    steps = [prefill_step(problem)]
-    if max_splits > 1 or num_splits > 1:
-        steps.append(combine_step(problem, row_limits(problem, "prefill")))
+    step = prefill_step(problem)
     what = "float64" if problem.real == "double" else "float32"
     return Plan(
-        "forward_fma", "prefill", tuple(steps), tile.keys, tile.rows, max_splits, num_splits, split_keys,
-        (f"kernel: forward_fma, {what} arithmetic in tiles of {tile.rows} rows and {tile.keys} keys",),
+        "forward_fma", "prefill", with_merge(problem, step, "prefill"), tile.keys, tile.rows, step.splits,
+        (
+            f"kernel: forward_fma, {what} arithmetic in tiles of {tile.rows} rows and {tile.keys} keys",
+            _splits.reason_of(problem, step.splits),
+        ),
     )  # fmt: skip
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from . import _plan
+from . import _plan, _splits
 from ._compile import Source
 from ._plan import Plan, Problem, Step, Variant
 
@@ -16,6 +16,10 @@ MAX_LENGTH = 2**31 - 2**16
 #: Queries below which the heads that share keys are put into one block: rows that a block has too many cost
 #: more there than the arithmetic of their places.
 PACKED_QUERIES = 1024
+#: Rows of a block that has no more of them: products of rows that do not exist take as long as any.
+FEW_ROWS = 64
+#: Multiply-adds of a multiprocessor in a microsecond: what plans compare times by.
+RATE = 1.3e6
 #: Terms that read memory or call an expression for every score; the others are a few instructions.
 _WIDE_TERMS = frozenset(("bias", "mask", "tree", "score_mod", "mask_mod"))
 
@@ -95,17 +99,36 @@ def is_final(problem: Problem) -> bool:
 
 
 def _tiles(problem: Problem) -> Tiles | None:
-    return choose_tiles(
-        width_class(problem.head_dim),
-        width_class(problem.head_dim_v),
+    width, width_v = width_class(problem.head_dim), width_class(problem.head_dim_v)
+    # Where bits may not depend on pages, tiles leave the room that these take.
+    paged, final = problem.page_size > 0 or problem.batch_invariant, is_final(problem)
+    tiles = choose_tiles(
+        width,
+        width_v,
         problem.capability,
         problem.shared_bytes,
-        # Where bits may not depend on pages, tiles leave the room that these take.
-        paged=problem.page_size > 0 or problem.batch_invariant,
-        final=is_final(problem),
+        paged=paged,
+        final=final,
         wide_terms=bool(problem.terms & _WIDE_TERMS),
         spans=problem.spans,
     )
+    rows = problem.max_seqlen_q * (problem.group if is_packed(problem) else 1)
+    if tiles is None or rows > FEW_ROWS:
+        return tiles
+    return few_rows(tiles, width, width_v, problem.shared_bytes, paged=paged, final=final)
+
+
+def few_rows(tiles: Tiles, width: int, width_v: int, block_bytes: int, *, paged: bool, final: bool) -> Tiles:
+    """Return a shape for no more than `FEW_ROWS` rows: what these wait for is keys and values.
+
+    Two blocks of a multiprocessor, if they fit, have twice as many bytes under way. Tiles have as many keys
+    as in the shape for more rows, so that a row's bits do not tell how many there are.
+    """
+    if tiles.rows <= FEW_ROWS:
+        return tiles
+    few = tiles._replace(warps=FEW_ROWS // 16, row_tiles=1, min_blocks=2)
+    needed = 2 * (shared_bytes(few, width, width_v, paged=paged, final=final) + _RESERVED)
+    return few if needed <= block_bytes + _RESERVED else few._replace(min_blocks=1)
 
 
 def takes(problem: Problem) -> bool:
@@ -125,7 +148,7 @@ def takes(problem: Problem) -> bool:
         and problem.page_size < MAX_LENGTH
         and (tiles := _tiles(problem)) is not None
         and problem.tile in (None, tiles.tile)
-        and num_blocks(problem, tiles.rows)[1] <= _plan.MAX_BLOCKS
+        and fits(problem, tiles.rows)
     )
 
 
@@ -135,12 +158,18 @@ def is_packed(problem: Problem) -> bool:
 
 
 def num_blocks(problem: Problem, rows_of_block: int) -> tuple[int, int]:
-    """Return (blocks of a head, blocks)."""
+    """Return (blocks of a head, blocks), both without splits."""
     rows, heads = problem.max_seqlen_q, problem.num_heads
     if is_packed(problem):
         rows, heads = rows * problem.group, problem.num_kv_heads
     blocks = max(_plan.ceil_div(rows, rows_of_block), 1)
-    return blocks, blocks * heads * _plan.split_fields(problem, 0)[0] * problem.batch
+    return blocks, blocks * heads * problem.batch
+
+
+def fits(problem: Problem, rows_of_block: int) -> bool:
+    """Return whether a grid has room for the blocks of a problem, and the splits that were asked for."""
+    splits = _plan.fixed_splits(problem, 0).max_splits
+    return num_blocks(problem, rows_of_block)[1] * splits <= _plan.MAX_BLOCKS
 
 
 def constants_of(
@@ -195,24 +224,23 @@ def _source(
     return Source("forward_mma.cu", "pf_forward_mma", defines, expressions)
 
 
-def step_of(problem: Problem, source: Source, rows: int, threads: int, shared: int) -> Step:
-    """Return the launch of blocks of so many rows that covers the prefill sequences of a problem."""
-    blocks_of_head, blocks = num_blocks(problem, rows)
-    section = _plan.section(problem, blocks // blocks_of_head)
+def step_of(problem: Problem, source: Source, blocks: _splits.Blocks, threads: int, shared: int) -> Step:
+    """Return the launch of such blocks that covers the prefill sequences of a problem."""
+    splits = _splits.prefill_splits(problem, blocks)
+    blocks_of_head, num = num_blocks(problem, blocks.rows)
+    num *= splits.max_splits
+    section = _plan.section(problem, num // blocks_of_head, splits.max_splits)
     fields = (*_plan.row_limits(problem, "prefill"), ("row_blocks", blocks_of_head), section)
-    return Step(source, threads, blocks, shared, fields)
+    return Step(source, threads, num, shared, fields, splits)
 
 
 def plan_of(problem: Problem, kernel: str, step: Step, tile: tuple[int, int], reason: str) -> Plan:
     """Return the plan of a prefill whose launch this is; `tile` has its keys and rows."""
-    steps = [step]
-    splits = _plan.Splits(*_plan.split_fields(problem, 0))
-    if splits.are_merged:
-        steps.append(_plan.combine_step(problem, _plan.row_limits(problem, "prefill")))
-    reasons = [reason]
+    steps = _plan.with_merge(problem, step, "prefill")
+    reasons = [reason, _splits.reason_of(problem, step.splits)]
     if is_packed(problem):
         reasons.append(f"rows: {problem.group} heads share their keys, and a block")
-    return Plan(kernel, "prefill", tuple(steps), *tile, *splits, tuple(reasons))
+    return Plan(kernel, "prefill", steps, *tile, step.splits, tuple(reasons))
 
 
 def tile_of(problem: Problem) -> tuple[int, int]:
@@ -229,7 +257,8 @@ def prefill_step(problem: Problem) -> Step:
     width, width_v = width_class(problem.head_dim), width_class(problem.head_dim_v)
     source = _source(tiles, width, width_v, problem.expressions, **options_of(problem))
     shared = shared_bytes(tiles, width, width_v, paged=problem.page_size > 0, final=is_final(problem))
-    return step_of(problem, source, tiles.rows, 32 * tiles.warps, shared)
+    blocks = _splits.Blocks(tiles.rows, tiles.tile, tiles.min_blocks, RATE, is_packed(problem))
+    return step_of(problem, source, blocks, 32 * tiles.warps, shared)
 
 
 def plan(problem: Problem) -> Plan | None:
@@ -264,21 +293,28 @@ def variants() -> Iterator[Variant]:
                 ]
             for option in options:
                 terms = option.get("terms", 0)
+                room = {
+                    "paged": bool(option.get("paged")),
+                    "final": bool(terms) or not option.get("positive_scale", 1),
+                }
                 tiles = choose_tiles(
                     width,
                     width_v,
                     capability,
                     bytes_of_block,
-                    paged=bool(option.get("paged")),
-                    final=bool(terms) or not option.get("positive_scale", 1),
+                    **room,
                     wide_terms=terms == everything,
                     spans=bool(option.get("spans")),
                 )
                 assert tiles is not None
-                source = _source(tiles, width, width_v, bfloat16=capability >= 80, **option)
-                few = max(width, width_v) <= 128 and not terms
+                spills = _MANY_SPILLS if max(width, width_v) > 128 or terms else _FEW_SPILLS
                 common = width == width_v and width in (64, 128) and option in ({}, {"spans": 1})
-                yield Variant(source, (capability,), _FEW_SPILLS if few else _MANY_SPILLS, common)
+                source = _source(tiles, width, width_v, bfloat16=capability >= 80, **option)
+                yield Variant(source, (capability,), spills, common)
+                few = few_rows(tiles, width, width_v, bytes_of_block, **room)
+                if option.get("packed") and few != tiles:
+                    source = _source(few, width, width_v, bfloat16=capability >= 80, **option)
+                    yield Variant(source, (capability,), spills)
     float16 = choose_tiles(
         128, 128, 90, _ARCHITECTURES[90], paged=False, final=False, wide_terms=False, spans=False
     )

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from . import _forward_mma, _plan
+from . import _forward_mma, _plan, _splits
 from ._compile import Source
 from ._plan import Plan, Problem, Step, Variant
 
@@ -16,6 +16,8 @@ is_on = os.environ.get("PYFLASH_CUDA_WGMMA") == "1"
 #: Widths that rows are padded to in shared memory: 64 elements of all rows lie together there.
 CLASSES = (64, 128, 192, 256)
 CAPABILITY = 90
+#: Multiply-adds of a multiprocessor in a microsecond: what plans compare times by.
+RATE = 2.5e6
 #: What a block of rows is, in bytes.
 _BLOCK_BYTES = 384
 
@@ -84,7 +86,7 @@ def takes(problem: Problem) -> bool:
         and _forward_mma.takes(problem._replace(tile=None))
         and (tiles := _tiles(problem)) is not None
         and problem.tile in (None, tiles.tile)
-        and _forward_mma.num_blocks(problem, tiles.rows)[1] <= _plan.MAX_BLOCKS
+        and _forward_mma.fits(problem, tiles.rows)
     )
 
 
@@ -118,7 +120,8 @@ def prefill_step(problem: Problem) -> Step:
     width, width_v = width_class(problem.head_dim), width_class(problem.head_dim_v)
     source = _source(tiles, width, width_v, problem.expressions, **_forward_mma.options_of(problem))
     shared = shared_bytes(tiles, width, width_v, final=_forward_mma.is_final(problem))
-    step = _forward_mma.step_of(problem, source, tiles.rows, tiles.threads, shared)
+    blocks = _splits.Blocks(tiles.rows, tiles.tile, 1, RATE, _forward_mma.is_packed(problem))
+    step = _forward_mma.step_of(problem, source, blocks, tiles.threads, shared)
     if tiles.query_stages == 1:
         return step
     return step._replace(num_blocks=min(step.num_blocks, problem.num_sms))

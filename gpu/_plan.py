@@ -53,6 +53,9 @@ class Problem(NamedTuple):
     scaled: bool  # k_scale, v_scale or q_scale
     terms: frozenset[str] = frozenset()  # of `TERMS`
     spans: bool = False  # causal, window or spans: not every row sees every key
+    causal: bool = False
+    window: tuple[int, int] = (-1, -1)  # keys to the left and to the right, -1: no limit
+    sink_tokens: int = 0
     positive_scale: bool = True
     wide_scores: bool = False  # scores, or products before they are scaled, may be beyond float32
     num_splits: int | None = None
@@ -89,6 +92,7 @@ class Splits(NamedTuple):
     max_splits: int = 1  # of any sequence
     num_splits: int = 0  # asked for
     split_keys: int = 0  # keys between two borders
+    split_seen: int = 0  # 1: parts are of the tiles that a block sees, not of all keys
 
     @property
     def are_merged(self) -> bool:
@@ -115,9 +119,7 @@ class Plan(NamedTuple):
     steps: tuple[Step, ...]
     tile: int
     rows_per_item: int
-    max_splits: int = 1
-    num_splits: int = 0  # fields of pf_call
-    split_keys: int = 0
+    splits: Splits = Splits()  # of the first launch
     reasons: tuple[str, ...] = ()
 
 
@@ -166,42 +168,61 @@ def row_blocks(problem: Problem, rows: int, others: int) -> int:
     return max(min(wanted, MAX_BLOCKS // max(others, 1)), 1)
 
 
-def split_fields(problem: Problem, split_keys: int) -> tuple[int, int, int]:
-    """Return (max_splits, num_splits, split_keys): as asked for, else a border every `split_keys` keys."""
+def fixed_splits(problem: Problem, split_keys: int) -> Splits:
+    """Return how keys are cut: as asked for, else with a border every `split_keys` keys, 0 for none."""
     if problem.num_splits is not None:
-        return min(problem.num_splits, max(problem.max_seqlen_kv, 1)), problem.num_splits, 0
+        return Splits(min(problem.num_splits, max(problem.max_seqlen_kv, 1)), problem.num_splits)
     if split_keys and problem.max_seqlen_kv > split_keys:
-        return ceil_div(problem.max_seqlen_kv, split_keys), 0, split_keys
-    return 1, 0, 0
+        return Splits(ceil_div(problem.max_seqlen_kv, split_keys), split_keys=split_keys)
+    return Splits()
 
 
 #: Bytes of keys and values that a section may have: what stays in the second cache beside everything else.
 SECTION_BYTES = 32 * 2**20
 
 
-def section(problem: Problem, heads: int) -> tuple[str, int]:
+def section(problem: Problem, heads: int, splits: int) -> tuple[str, int]:
     """Return the field of pf_call that says how many heads, of `heads` in the grid, are taken together.
+
+    Each part of the keys counts as a head.
 
     Where every row sees as much as any other, the order of blocks says nothing about their length.
     """
     if not problem.spans:
         return "section", 1
     size = BY_NAME[problem.kv_dtype].itemsize * (problem.head_dim + problem.head_dim_v)
-    fitting = SECTION_BYTES // max(size * problem.max_seqlen_kv, 1)
+    fitting = SECTION_BYTES * splits // max(size * problem.max_seqlen_kv, 1)
     return "section", max(min(fitting, heads), 1)  # times blocks of a head it is no more than the grid
 
 
-def combine_step(problem: Problem, fields: tuple[tuple[str, int], ...]) -> Step:
-    """Return the launch that merges the states of splits, one block a row."""
-    warps = min(max(ceil_div(problem.head_dim_v, 32), 1), 4)
-    blocks = row_blocks(problem, 1, problem.num_heads * problem.batch)
-    source = Source("combine.cu", "pf_combine", generic_defines(problem), problem.expressions)
-    return Step(
-        source,
-        32 * warps,
-        blocks * problem.num_heads * problem.batch,
-        fields=(*fields, ("row_blocks", blocks)),
-    )
+#: Threads of a block of combine.cu, and rows per multiprocessor from which on blocks have several.
+_COMBINE_THREADS, _COMBINE_ROWS = 128, 4
+
+
+def combine_step(problem: Problem, fields: tuple[tuple[str, int], ...], splits: Splits) -> Step:
+    """Return the launch that merges the states of splits.
+
+    Few rows wait for the way to memory and back: each has a block, and each output a thread. Of many rows a
+    block has as many heads of one query as it has threads for, and a thread four outputs: they share the
+    weights of states. The bits are the same.
+    """
+    many = problem.num_rows >= _COMBINE_ROWS * problem.num_sms
+    outputs = 4 if many and problem.real == "float" and problem.head_dim_v % 4 == 0 else 1
+    lanes = min(max(ceil_div(problem.head_dim_v, outputs), 1), _COMBINE_THREADS)
+    most = _COMBINE_THREADS // lanes if many else 1
+    blocks = ceil_div(problem.num_heads, most)  # of a query
+    threads = 32 * ceil_div(ceil_div(problem.num_heads, blocks) * lanes, 32)
+    tokens = max(min(problem.num_queries, MAX_BLOCKS // blocks), 1)
+    defines = (*generic_defines(problem), ("PF_OUTPUTS", str(outputs)))
+    source = Source("combine.cu", "pf_combine", defines, problem.expressions)
+    return Step(source, threads, blocks * tokens, 0, (*fields, ("row_blocks", blocks)), splits)
+
+
+def with_merge(problem: Problem, step: Step, family: str) -> tuple[Step, ...]:
+    """Return a launch for the sequences of a family, and that of the merge if it leaves states."""
+    if not step.splits.are_merged:
+        return (step,)
+    return step, combine_step(problem, row_limits(problem, family), step.splits)
 
 
 def generic_defines(problem: Problem) -> tuple[tuple[str, str], ...]:
@@ -220,16 +241,14 @@ GENERIC_SPLIT_KEYS = 512
 
 def generic_steps(problem: Problem, family: str) -> tuple[Step, ...]:
     """Return the launches that compute the sequences of a family by the generic kernel."""
-    splits = Splits(*split_fields(problem, GENERIC_SPLIT_KEYS if family == "decode" else 0))
+    splits = fixed_splits(problem, GENERIC_SPLIT_KEYS if family == "decode" else 0)
     warps = GENERIC_WARPS
     others = problem.num_heads * splits.max_splits * problem.batch
     blocks = row_blocks(problem, warps, others)
     limits = row_limits(problem, family)
     source = Source("generic.cu", "pf_generic", generic_defines(problem), problem.expressions)
     step = Step(source, 32 * warps, blocks * others, 0, (*limits, ("row_blocks", blocks)), splits)
-    if not splits.are_merged:
-        return (step,)
-    return step, combine_step(problem, limits)._replace(splits=splits)
+    return with_merge(problem, step, family)
 
 
 def generic(problem: Problem) -> Plan:
@@ -237,7 +256,7 @@ def generic(problem: Problem) -> Plan:
     (family,) = families_of(problem)
     steps = generic_steps(problem, family)
     reasons = ("kernel: generic, since no faster one takes this call",)
-    return Plan("generic", family, steps, GENERIC_TILE, GENERIC_WARPS, *steps[0].splits, reasons)
+    return Plan("generic", family, steps, GENERIC_TILE, GENERIC_WARPS, steps[0].splits, reasons)
 
 
 def workspace_bytes(problem: Problem, found: Plan) -> int:
@@ -250,7 +269,9 @@ def variants() -> Iterator[Variant]:
     """Yield the kernels of this module as they may be compiled."""
     everything = sum(bit for name, bit in TERMS.items() if not name.endswith("_mod"))
     for real in ("float", "double"):
-        for file, name in (("generic.cu", "pf_generic"), ("combine.cu", "pf_combine")):
-            defines = (("PF_REAL", real), ("PF_TERMS", str(everything)))
-            # Right first: these keep more at hand than there are registers.
-            yield Variant(Source(file, name, defines), (), spill_bytes=2048, is_common=real == "float")
+        defines: tuple[tuple[str, str], ...] = (("PF_REAL", real), ("PF_TERMS", str(everything)))
+        # Right first: these keep more at hand than there are registers.
+        yield Variant(Source("generic.cu", "pf_generic", defines), (), 2048, is_common=real == "float")
+        for outputs in (1, 4) if real == "float" else (1,):
+            combine = Source("combine.cu", "pf_combine", (*defines, ("PF_OUTPUTS", str(outputs))))
+            yield Variant(combine, (), 2048, is_common=outputs == 4)

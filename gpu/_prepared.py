@@ -67,9 +67,8 @@ def _workspace_position() -> int:
 def prepare(device: _device.Device, step: _plan.Step, call: Array) -> Prepared:
     """Return the launch of a step of a plan; `call` has everything that belongs to no step."""
     own = call.copy()
-    for name, value in step.fields:
+    for name, value in (*step.fields, *step.splits._asdict().items()):
         own[name] = value
-    own["max_splits"], own["num_splits"], own["split_keys"] = step.splits
     words = own.reshape(1).view(np.uint64)
     kernel = _compile.kernel(device, step.source)
     grid = step.num_blocks, 1, 1

@@ -94,7 +94,7 @@ def test_heads_share_a_block_when_queries_are_few():
     assert constants(few)["PF_PACKED"] == 1
     step = _forward_mma.prefill_step(few)
     assert dict(step.fields)["row_blocks"] == 2  # 240 rows of each key/value head
-    assert step.num_blocks == 2 * few.num_kv_heads * few.batch
+    assert step.num_blocks == 2 * few.num_kv_heads * few.batch * step.splits.max_splits
     assert constants(few._replace(max_seqlen_q=4096))["PF_PACKED"] == 0
 
 

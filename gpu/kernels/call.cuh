@@ -65,8 +65,9 @@ struct pf_call {
     int64_t row_blocks, min_rows, max_rows;
     int64_t section; /* heads whose blocks are taken together, those with most to do first; 0: one by one */
     /* Splits of the keys: num_splits parts of equal length, or one every split_keys keys; 0 and 0: none.
-     * Where there are some, states go to `partial` and another kernel merges them. */
-    int64_t num_splits, split_keys, max_splits;
+     * Parts are of all keys or, with split_seen, of the tiles that some row of a block sees. Where there are
+     * some, states go to `partial` and another kernel merges them. */
+    int64_t num_splits, split_keys, split_seen, max_splits;
     void *partial;
 };
 

@@ -246,27 +246,33 @@ PF_DEVICE void pf_forward_rows(const pf_call &call, const pf_sequence &s, int64_
     const int num_rows = (int)pf_min(PF_ROWS, s.num_queries - first_row);
     const int64_t kv_head = pf_quotient(head, s.group);
     const bool is_split = call.partial != nullptr;
-    const int64_t lo = is_split ? pf_split_lo(call, s, split) : 0;
-    const int64_t hi = is_split ? pf_split_lo(call, s, split + 1) : s.mask.num_keys;
-    const pf_span32 same = {(int32_t)lo, (int32_t)hi};
+    pf_span32 keys[PF_SIDES], any[PF_SIDES]; /* those of the split, and what some row sees of them */
+#pragma unroll
+    for (int side = 0; side < PF_SIDES; side++) {
+        const pf_span every = {0, s.mask.num_keys};
+        const pf_span seen =
+            PF_SPANS ? pf_clip(pf_visible_to_any(&s.mask, first_row, first_row + num_rows - 1, side),
+                               every.lo, every.hi)
+                     : every;
+        const pf_span part = is_split ? pf_split_of(call, s, split, seen, PF_KEYS) : every;
+        keys[side] = {(int32_t)part.lo, (int32_t)part.hi};
+        any[side] = pf_narrowed(seen, part.lo, part.hi);
+    }
+    const pf_span32 same = keys[0];
     pf_real *const numbers = shared.numbers;
     /* From a shuffle the compiler takes numbers as they are; it would compute this one anew in inner loops.
      */
     const int place_of_weights = __shfl_sync(PF_WARP_ALL, pf_p_row(row), lane);
 
-    pf_span32 any[PF_SIDES];
-#pragma unroll
-    for (int side = 0; side < PF_SIDES; side++)
-        any[side] =
-            PF_SPANS
-                ? pf_narrowed(pf_visible_to_any(&s.mask, first_row, first_row + num_rows - 1, side), lo, hi)
-                : same;
     pf_tile tile = {0, any[0].lo / PF_KEYS * PF_KEYS};
     pf_skip(tile, any);
     if (PF_SPANS)
-        for (int i = threadIdx.x; i < PF_SIDES * PF_ROWS; i += PF_THREADS)
-            shared.spans[i] = pf_narrowed(
-                pf_visible(&s.mask, first_row + min(i % PF_ROWS, num_rows - 1), i / PF_ROWS), lo, hi);
+#pragma unroll
+        for (int side = 0; side < PF_SIDES; side++)
+            for (int i = threadIdx.x; i < PF_ROWS; i += PF_THREADS)
+                shared.spans[side * PF_ROWS + i] =
+                    pf_narrowed(pf_visible(&s.mask, first_row + min(i, num_rows - 1), side), keys[side].lo,
+                                keys[side].hi);
     pf_load_queries(call, s, head, first_row, num_rows, numbers);
     if (PF_TABLE)
         pf_fill_table(call, s, kv_head, tile.first, 0, shared);

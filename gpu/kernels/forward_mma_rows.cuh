@@ -146,22 +146,30 @@ PF_DEVICE void pf_store_rows(const pf_call &call, const pf_block &block, int64_t
         pf_redo_rows(call, s.index, block.head, first, broken);
 }
 
-/* Keys of a split. */
-PF_DEVICE pf_span pf_keys_of(const pf_call &call, const pf_block &block) {
-    return {pf_split_lo(call, block.s, block.split), pf_split_lo(call, block.s, block.split + 1)};
+/* Kept first tokens are a side of their own, where there are any. */
+PF_DEVICE int pf_first_side(const pf_block &block) {
+    return PF_SPANS && block.s.mask.sink_tokens > 0 ? PF_SINK_KEYS : PF_WINDOW_KEYS;
 }
 
-/* The tiles of each side; by one thread. */
+/* The tiles of each side, and the keys of the block's split; by one warp. */
 PF_DEVICE void pf_find_tiles(const pf_call &call, pf_block &block) {
-    const pf_span keys = pf_keys_of(call, block);
-    for (int side = 0; side < PF_NUM_SIDES; side++) {
-        pf_span any = keys, all = keys;
-        if (PF_SPANS) {
-            const int64_t first = pf_query_of(block, block.first);
-            const int64_t last = pf_query_of(block, pf_row_of(block, PF_ROWS - 1));
-            any = pf_clip(pf_visible_to_any(&block.s.mask, first, last, side), keys.lo, keys.hi);
-            all = pf_clip(pf_visible_to_all(&block.s.mask, first, last, side), keys.lo, keys.hi);
-        }
+    const int lane = threadIdx.x % 32, side = lane / 2 % PF_NUM_SIDES;
+    const int64_t num_keys = block.s.mask.num_keys;
+    pf_span own = {0, num_keys};
+    if (PF_SPANS) { /* even lanes take the first row, odd ones the last */
+        const int64_t row = lane % 2 ? pf_row_of(block, PF_ROWS - 1) : block.first;
+        own = pf_clip(pf_visible(&block.s.mask, pf_query_of(block, row), side), 0, num_keys);
+    }
+    const int lo = (int)own.lo, hi = (int)own.hi;
+    const int last_lo = __shfl_xor_sync(PF_WARP_ALL, lo, 1), last_hi = __shfl_xor_sync(PF_WARP_ALL, hi, 1);
+    const pf_span seen = {lo, max(lo, last_hi)};
+    const pf_span keys = call.max_splits > 1 ? pf_split_of(call, block.s, block.split, seen, PF_TILE)
+                                             : pf_span{0, num_keys};
+    const pf_span any = pf_clip(seen, keys.lo, keys.hi);
+    const pf_span all = pf_clip({last_lo, max(last_lo, hi)}, keys.lo, keys.hi);
+    if (lane % 2 == 0 && lane < 2 * PF_NUM_SIDES) {
+        block.keys_lo[side] = (int)keys.lo;
+        block.keys_hi[side] = (int)keys.hi;
         block.begin[side] = (int)any.lo / PF_TILE;
         block.end[side] = any.lo < any.hi ? ((int)any.hi + PF_TILE - 1) / PF_TILE : block.begin[side];
         block.full_begin[side] = ((int)all.lo + PF_TILE - 1) / PF_TILE;
@@ -181,7 +189,8 @@ PF_DEVICE bool pf_get_work(const pf_call &call, const pf_item &item, pf_work &wo
     work.s = pf_get_sequence(call, item.sequence);
     work.first = item.row_block * PF_ROWS;
     work.num_rows = PF_PACKED ? work.s.num_queries * work.s.group : work.s.num_queries;
-    return pf_is_mine(call, work.s) && work.first < work.num_rows && item.split < pf_num_splits(call, work.s);
+    return pf_is_mine(call, work.s) && work.first < work.num_rows &&
+           (call.max_splits <= 1 || item.split < pf_num_splits(call, work.s));
 }
 
 PF_DEVICE pf_block pf_get_block(const pf_call &call, const pf_work &work) {
@@ -195,6 +204,8 @@ PF_DEVICE pf_block pf_get_block(const pf_call &call, const pf_work &work) {
             kv_head,
             pf_get_stream(call, call.k, work.s, kv_head, call.head_dim),
             pf_get_stream(call, call.v, work.s, kv_head, call.head_dim_v),
+            {},
+            {},
             {},
             {},
             {},
@@ -217,8 +228,10 @@ PF_DEVICE bool pf_begin(const pf_call &call, pf_block &block) {
     const int64_t heads = PF_PACKED ? call.num_kv_heads : call.num_heads;
     if (!pf_get_work(call, pf_get_item_in_sections(call, blockIdx.x, gridDim.x, heads, call.max_splits), work))
         return false;
-    if (threadIdx.x == 0) {
-        block = pf_get_block(call, work);
+    if (threadIdx.x < 32) {
+        if (threadIdx.x == 0)
+            block = pf_get_block(call, work);
+        __syncwarp();
         pf_find_tiles(call, block);
     }
     __syncthreads();
@@ -241,12 +254,15 @@ PF_DEVICE void pf_copy_queries(const pf_call &call, const pf_block &block, unsig
 
 /* What tells rows from one another: the keys that each sees, and what terms need to know. */
 PF_DEVICE void pf_look_at_rows(const pf_call &call, const pf_block &block, unsigned char *shared) {
-    const pf_span keys = pf_keys_of(call, block);
+    const pf_mask mask = block.s.mask;
     for (int row = threadIdx.x % PF_COPY_THREADS; row < PF_ROWS; row += PF_COPY_THREADS) {
         const int64_t i = pf_row_of(block, row), query = pf_query_of(block, i);
-        for (int side = 0; side < PF_NUM_SIDES; side++) {
-            const pf_span own =
-                PF_SPANS ? pf_clip(pf_visible(&block.s.mask, query, side), keys.lo, keys.hi) : keys;
+        for (int side = pf_first_side(block); side < PF_NUM_SIDES; side++) {
+            pf_span own = {block.keys_lo[side], block.keys_hi[side]};
+            if (PF_SPANS)
+                own = pf_clip(pf_visible(&mask, query, side), own.lo, own.hi);
+            if (PF_SPANS && block.first + row / PF_WARP_ROWS * PF_WARP_ROWS >= block.num_rows)
+                own = {0, 0}; /* a warp without rows has nothing to do */
             ((int2 *)(shared + PF_SPANS_AT))[side * PF_ROWS + row] = make_int2((int)own.lo, (int)own.hi);
         }
 #if PF_FINAL
@@ -260,11 +276,6 @@ PF_DEVICE void pf_look_at_rows(const pf_call &call, const pf_block &block, unsig
 /* Whether every row sees all of a tile. */
 PF_DEVICE bool pf_is_full(const pf_block &block, int side, int tile) {
     return tile >= block.full_begin[side] && tile < block.full_end[side];
-}
-
-/* Kept first tokens are a side of their own, where there are any. */
-PF_DEVICE int pf_first_side(const pf_block &block) {
-    return PF_SPANS && block.s.mask.sink_tokens > 0 ? PF_SINK_KEYS : PF_WINDOW_KEYS;
 }
 
 PF_DEVICE void pf_clear_state(pf_warp_state &state) {

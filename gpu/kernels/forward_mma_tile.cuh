@@ -75,6 +75,7 @@ struct pf_block {
     int64_t head;            /* of the keys where PF_PACKED */
     int64_t split, kv_head;
     pf_stream keys, values;
+    int32_t keys_lo[PF_NUM_SIDES], keys_hi[PF_NUM_SIDES]; /* of the split */
     /* Tiles [begin, end) of each side; those in [full_begin, full_end) need no test. */
     int32_t begin[PF_NUM_SIDES], end[PF_NUM_SIDES], full_begin[PF_NUM_SIDES], full_end[PF_NUM_SIDES];
 };

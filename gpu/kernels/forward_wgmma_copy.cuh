@@ -188,13 +188,14 @@ PF_DEVICE void pf_find_blocks(const pf_call &call, unsigned char *shared, pf_pip
         pf_work work;
         found = pf_next_work(call, round, work);
         if (threadIdx.x % 32 == 0) {
-            if (found) {
+            if (found)
                 block = pf_get_block(call, work);
-                pf_find_tiles(call, block);
-            } else {
+            else
                 block.num_rows = 0;
-            }
         }
+        __syncwarp();
+        if (found)
+            pf_find_tiles(call, block);
         __syncwarp();
         if (found && __any_sync(PF_WARP_ALL, pf_finds_bad(call, block.s, threadIdx.x % 32, 32))) {
             pf_store_bad_rows(call, block);

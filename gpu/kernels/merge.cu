@@ -32,15 +32,15 @@ PF_DEVICE pf_real pf_part_output(const pf_merge_call &call, const pf_merge_row &
 }
 
 /* One output of a part as a state. */
-PF_DEVICE pf_part pf_part_state(const pf_merge_call &call, const pf_merge_row &row, int64_t part, int64_t d,
-                                pf_real value_factor) {
+PF_DEVICE pf_part<1> pf_part_state(const pf_merge_call &call, const pf_merge_row &row, int64_t part,
+                                   int64_t d, pf_real value_factor) {
     const double lse = pf_part_lse(call, row, part);
     const pf_real value = pf_part_output(call, row, part, d) * value_factor;
     if (lse == -(double)pf_infinity()) /* no keys: neutral, whatever the value is */
-        return {-(pf_real)pf_infinity(), 0, 0};
+        return pf_no_part<1>();
     if (lse != lse) /* a maximum would leave it out */
-        return {pf_lowest<pf_real>(), (pf_real)pf_nan(), (pf_real)pf_nan()};
-    return {pf_narrow(lse), 1, value};
+        return {pf_lowest<pf_real>(), (pf_real)pf_nan(), {(pf_real)pf_nan()}};
+    return {pf_narrow(lse), 1, {value}};
 }
 
 /* The factor of the output of a row all of whose parts have an lse of -inf. A part whose output is not finite
@@ -65,15 +65,15 @@ PF_DEVICE void pf_merge_one(const pf_merge_call &call, const pf_merge_row &row) 
     const double without_weight = any ? 0 : pf_factor_without_weight(call, row, sink);
     char *out = pf_place(call.out, pf_row_offset(call.out, row));
     for (int64_t d = threadIdx.x % 32; d < call.head_dim; d += 32) {
-        pf_part all = {0, 0, 0};
+        pf_part<1> all = {0, 0, {0}};
         pf_real x = 0;
         /* Outputs near the largest number may have a sum that is infinite and a mean that is not. */
         for (int attempt = 0; attempt < 2; attempt++) {
             const pf_real value_factor = attempt ? PF_SMALLER_VALUES : (pf_real)1;
             const auto load = [&](int64_t part) { return pf_part_state(call, row, part, d, value_factor); };
-            all = pf_merged_all(load, call.num_parts);
+            all = pf_merged_all<1>(load, call.num_parts);
             const double factor = any ? pf_output_factor((double)all.m, (double)all.l, sink) : without_weight;
-            x = pf_finished(all.o, (pf_real)(factor / (double)value_factor));
+            x = pf_finished(all.o[0], (pf_real)(factor / (double)value_factor));
             if (pf_is_finite(x))
                 break;
         }

@@ -216,6 +216,19 @@ PF_DEVICE int64_t pf_split_lo(const pf_call &call, const pf_sequence &s, int64_t
     return split * keys + pf_quotient(split * (num_keys - n * keys), n);
 }
 
+/* The keys of a part, for a block of rows that see nothing outside of `seen`, in tiles of `tile` keys. */
+PF_DEVICE pf_span pf_split_of(const pf_call &call, const pf_sequence &s, int64_t split, const pf_span &seen,
+                              int tile) {
+    if (!call.split_seen)
+        return {pf_split_lo(call, s, split), pf_split_lo(call, s, split + 1)};
+    const uint32_t number = (uint32_t)split, n = (uint32_t)pf_num_splits(call, s);
+    const uint32_t begin = (uint32_t)seen.lo / (uint32_t)tile;
+    const uint32_t end = seen.lo < seen.hi ? ((uint32_t)seen.hi + tile - 1) / (uint32_t)tile : begin;
+    const uint32_t each = (end - begin) / n, more = (end - begin) % n; /* the first ones have one more */
+    const uint32_t first = begin + number * each + min(number, more), last = first + each + (number < more);
+    return {(int64_t)first * tile, pf_min((int64_t)last * tile, s.mask.num_keys)};
+}
+
 /* Partial states in the workspace: o of all splits and rows, then m, then l. Rows are numbered query by query
  * over all of q, head by head. */
 PF_DEVICE int64_t pf_num_state_rows(const pf_call &call) {

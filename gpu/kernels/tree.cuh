@@ -10,23 +10,49 @@
  * enough for 2^36 states. */
 enum { PF_AT_ONCE = 16, PF_TREE_DEPTH = 33 };
 
-/* One output of a state. */
-struct pf_part {
-    pf_real m, l, o;
+/* Some outputs of a state. */
+template <int N> struct pf_part {
+    pf_real m, l, o[N];
 };
 
-PF_DEVICE pf_part pf_merged(const pf_part &a, const pf_part &b) {
-    const pf_real top = pf_max_of(a.m, b.m);
-    const pf_real alpha = pf_rescaling(a.m, top), beta = pf_rescaling(b.m, top);
-    return {top, a.l * alpha + b.l * beta, a.o * alpha + b.o * beta};
+/* That of no keys. */
+template <int N> PF_DEVICE pf_part<N> pf_no_part() {
+    pf_part<N> part;
+    part.m = -(pf_real)pf_infinity();
+    part.l = 0;
+#pragma unroll
+    for (int i = 0; i < N; i++)
+        part.o[i] = 0;
+    return part;
+}
+
+/* a alpha + b beta: rounded alike in every kernel, however the compiler would take it. */
+PF_DEVICE float pf_weighted(float a, float alpha, float b, float beta) {
+    return fmaf(a, alpha, b * beta);
+}
+
+PF_DEVICE double pf_weighted(double a, double alpha, double b, double beta) {
+    return fma(a, alpha, b * beta);
+}
+
+template <int N> PF_DEVICE pf_part<N> pf_merged(const pf_part<N> &a, const pf_part<N> &b) {
+    pf_part<N> both;
+    both.m = pf_max_of(a.m, b.m);
+    const pf_real alpha = pf_rescaling(a.m, both.m), beta = pf_rescaling(b.m, both.m);
+    both.l = pf_weighted(a.l, alpha, b.l, beta);
+#pragma unroll
+    for (int i = 0; i < N; i++)
+        both.o[i] = pf_weighted(a.o[i], alpha, b.o[i], beta);
+    return both;
 }
 
 /* States [first, first + PF_AT_ONCE) of `count`; load(i) is state i. */
-template <class Load> PF_DEVICE pf_part pf_merged_at_once(const Load &load, int64_t first, int64_t count) {
-    pf_part parts[PF_AT_ONCE];
+template <int N, class Load>
+PF_DEVICE pf_part<N> pf_merged_at_once(const Load &load, int64_t first, int64_t count) {
+    pf_part<N> parts[PF_AT_ONCE];
 #pragma unroll
     for (int i = 0; i < PF_AT_ONCE; i++)
-        parts[i] = first + i < count ? load(first + i) : pf_part{-(pf_real)pf_infinity(), 0, 0};
+        parts[i] = first + i < count ? load(first + i) : pf_no_part<N>();
 #pragma unroll
     for (int width = 1; width < PF_AT_ONCE; width *= 2)
 #pragma unroll
@@ -37,11 +63,11 @@ template <class Load> PF_DEVICE pf_part pf_merged_at_once(const Load &load, int6
 }
 
 /* All of them, at least one. The body stands once: short calls wait for its code too. */
-template <class Load> PF_DEVICE pf_part pf_merged_all(const Load &load, int64_t count) {
-    pf_part waiting[PF_TREE_DEPTH];
+template <int N, class Load> PF_DEVICE pf_part<N> pf_merged_all(const Load &load, int64_t count) {
+    pf_part<N> waiting[PF_TREE_DEPTH];
     int depth = 0;
     for (int64_t first = 0;; first += PF_AT_ONCE) {
-        pf_part part = pf_merged_at_once(load, first, count);
+        pf_part<N> part = pf_merged_at_once<N>(load, first, count);
         const bool last = first + PF_AT_ONCE >= count;
         /* Like the carries of a binary counter; at the end everything that waits is merged. */
         for (int64_t carry = first / PF_AT_ONCE; depth > 0 && ((carry & 1) || last); carry >>= 1)
