@@ -29,6 +29,8 @@ from .._masks import key_tiles
 from . import _choose, _compile, _device, _forward_wgmma, _launch, _operations, _places, _plan, _prepared
 
 _ALIGNMENT = 16
+#: Extents and strides in bytes of a tensor map are less than these.
+_MAP_EXTENT, _MAP_STRIDE = 2**31, 2**40
 #: Beyond these scales, scores or the products that are scaled may not be numbers of float32.
 _SMALLEST_SCALE, _LARGEST_SCALE = 1e-30, 1e30
 
@@ -102,6 +104,7 @@ class CudaBackend:
             family=args.family,
             batch_invariant=args.batch_invariant,
             hopper=_forward_wgmma.is_on,
+            mapped=not paged and all(map(_has_map, (args.k, args.v))),
             expressions=expressions,
         )
 
@@ -231,6 +234,14 @@ def _tiles(args: AttentionArgs, plan: _plan.Plan) -> tuple[int, int, tuple[str, 
             total += tiles
             seen += sum(1 for _ in key_tiles(args, block, 0, sequence.seqlen_kv, plan.tile))
     return total, seen, ()
+
+
+def _has_map(array: Array) -> bool:
+    """Return whether a tensor map can describe an array that is aligned: no axis repeats or goes backwards."""
+    return all(
+        0 < n < _MAP_EXTENT and (n == 1 or 0 < stride < _MAP_STRIDE)
+        for n, stride in zip(array.shape, array.strides, strict=True)
+    )
 
 
 def _is_aligned(array: Array) -> bool:

@@ -11,11 +11,17 @@ import os
 import sys
 from typing import Any, Protocol
 
+import numpy as np
+
 from .._array_kinds import cupy_stream
 from .._description import Array
 
 #: CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES and CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT.
 _STATIC_SHARED, _MAX_DYNAMIC_SHARED, _SHARED_CARVEOUT = 1, 8, 9
+#: A CUtensorMap, and its kinds that are used: CU_TENSOR_MAP_DATA_TYPE_UINT16, ..._INTERLEAVE_NONE,
+#: ..._SWIZZLE_128B, ..._L2_PROMOTION_L2_256B, ..._FLOAT_OOB_FILL_NONE.
+_MAP_BYTES, _MAP_ALIGNMENT = 128, 64
+_MAP_OF_UINT16, _MAP_NOT_INTERLEAVED, _MAP_SWIZZLE_128, _MAP_PROMOTION_256, _MAP_ZEROS = 1, 0, 3, 3, 0
 #: The oldest architecture that the kernels are written for.
 MIN_CAPABILITY = 75
 _INSTALL = "pip install 'pyflash-attention[cuda13]', or [cuda12] for drivers of CUDA 12"
@@ -60,6 +66,15 @@ class Device(Protocol):
         argument: Array,
     ) -> None:
         """Start a kernel whose only parameter is a struct, `argument`, by value."""
+
+    def tensor_map(
+        self, address: int, extents: tuple[int, ...], strides: tuple[int, ...], rows: int
+    ) -> Array:
+        """Return the words of a map by which the copy unit brings boxes of `rows` rows of 64 elements.
+
+        Extents are innermost first, strides those of the others, in bytes; elements have 16 bits, and what is
+        outside of the tensor comes as zeros.
+        """
 
     def allocate(self, num_bytes: int, stream: int) -> Memory:
         """Return memory for work that is put on `stream`."""
@@ -189,6 +204,31 @@ class _CupyDevice:
             if self._captures(stream):
                 self._captured[id(kernel)] = kernel
         _check(self._driver, status, "launch a kernel of pyflash")
+
+    @functools.lru_cache(maxsize=256)  # noqa: B019 - devices stay
+    def tensor_map(
+        self, address: int, extents: tuple[int, ...], strides: tuple[int, ...], rows: int
+    ) -> Array:
+        room = np.zeros(2 * _MAP_BYTES // 8, np.uint64)
+        begin = -room.ctypes.data % _MAP_ALIGNMENT // 8
+        words = room[begin : begin + _MAP_BYTES // 8]
+        rank = len(extents)
+        status = self._driver.cuTensorMapEncodeTiled(
+            ctypes.c_void_p(words.ctypes.data),
+            _MAP_OF_UINT16,
+            rank,
+            ctypes.c_void_p(address),
+            (ctypes.c_uint64 * rank)(*extents),
+            (ctypes.c_uint64 * (rank - 1))(*strides),
+            (ctypes.c_uint32 * rank)(64, rows, *(1,) * (rank - 2)),
+            (ctypes.c_uint32 * rank)(*(1,) * rank),
+            _MAP_NOT_INTERLEAVED,
+            _MAP_SWIZZLE_128,
+            _MAP_PROMOTION_256,
+            _MAP_ZEROS,
+        )
+        _check(self._driver, status, f"describe a tensor of {extents} elements, {strides} bytes apart")
+        return words
 
     def allocate(self, num_bytes: int, stream: int) -> _CupyMemory:
         with self.current(), self._stream(stream):

@@ -91,7 +91,13 @@ def takes(problem: Problem) -> bool:
 
 
 def _source(
-    tiles: Tiles, width: int, width_v: int, expressions: tuple[tuple[str, str], ...] = (), **options: Any
+    tiles: Tiles,
+    width: int,
+    width_v: int,
+    expressions: tuple[tuple[str, str], ...] = (),
+    *,
+    mapped: bool,
+    **options: Any,
 ) -> Source:
     constants = _forward_mma.constants_of(width, width_v, **options) | {
         "PF_WARPS": 4 * tiles.groups,
@@ -99,6 +105,7 @@ def _source(
         "PF_STAGES": tiles.stages,
         "PF_QUERY_STAGES": tiles.query_stages,
         "PF_TURNS": int(tiles.turns),
+        "PF_MAPPED": int(mapped),
         "PF_COPY_REGISTERS": tiles.copy_registers,
         "PF_COMPUTE_REGISTERS": tiles.compute_registers,
     }
@@ -118,10 +125,12 @@ def prefill_step(problem: Problem) -> Step:
     tiles = _tiles(problem)
     assert tiles is not None, "asked `takes` before"
     width, width_v = width_class(problem.head_dim), width_class(problem.head_dim_v)
-    source = _source(tiles, width, width_v, problem.expressions, **_forward_mma.options_of(problem))
+    options = _forward_mma.options_of(problem)
+    source = _source(tiles, width, width_v, problem.expressions, mapped=problem.mapped, **options)
     shared = shared_bytes(tiles, width, width_v, final=_forward_mma.is_final(problem))
     blocks = _splits.Blocks(tiles.rows, tiles.tile, 1, RATE, _forward_mma.is_packed(problem))
     step = _forward_mma.step_of(problem, source, blocks, tiles.threads, shared)
+    step = step._replace(box_rows=tiles.tile if problem.mapped else 0)
     if tiles.query_stages == 1:
         return step
     return step._replace(num_blocks=min(step.num_blocks, problem.num_sms))
@@ -156,9 +165,10 @@ def variants() -> Iterator[Variant]:
             )  # fmt: skip
             tiles = _tiles(shape)
             assert tiles is not None
-            source = _source(tiles, width, width_v, bfloat16=True, **option)
+            mapped = not option.get("paged") and option.get("positive_scale", 1) == 1
+            source = _source(tiles, width, width_v, mapped=mapped, bfloat16=True, **option)
             common = width == width_v == 128 and option in ({}, {"spans": 1})
             yield Variant(source, (CAPABILITY,), 64 if max(width, width_v) <= 128 else 256, common)
     tiles = _tiles(usual)
     assert tiles is not None
-    yield Variant(_source(tiles, 128, 128, bfloat16=False), (CAPABILITY,), 64)
+    yield Variant(_source(tiles, 128, 128, mapped=True, bfloat16=False), (CAPABILITY,), 64)

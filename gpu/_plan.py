@@ -63,6 +63,7 @@ class Problem(NamedTuple):
     family: str | None = None
     batch_invariant: bool = False
     hopper: bool = False  # whether kernels for Hopper alone may be taken
+    mapped: bool = False  # whether the copy unit can be told of k and v by a map
     expressions: tuple[tuple[str, str], ...] = ()
 
     @property
@@ -108,6 +109,7 @@ class Step(NamedTuple):
     num_blocks: int
     shared_bytes: int = 0
     fields: tuple[tuple[str, int], ...] = ()  # of pf_call, that this step sets
+    box_rows: int | None = None  # of boxes of k and v for the copy unit; 0: there is room for maps only
     splits: Splits = Splits()
 
 

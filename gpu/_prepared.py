@@ -17,7 +17,19 @@ from . import _compile, _device, _launch, _places, _plan
 #: Fields of pf_call that are places, in the order of `Repeat`; then that of the states of splits.
 _FIELDS = ("q", "k", "v", "out", "lse", *INDEX_NAMES)
 _WORD = 8
+#: Words of a tensor map, and of what its place is a multiple of.
+_MAP_WORDS, _MAP_ALIGNMENT = 16, 8
 _NO_INDEX = (0,) * len(INDEX_NAMES)
+
+
+class Map(NamedTuple):
+    """A tensor map among the words of a launch."""
+
+    at: int
+    of: int  # the word with the tensor's place
+    extents: tuple[int, ...]
+    strides: tuple[int, ...]
+    rows: int  # of a box
 
 
 class Prepared(NamedTuple):
@@ -29,14 +41,14 @@ class Prepared(NamedTuple):
     shared_bytes: int
     words: Array  # its argument
     uses_workspace: bool
+    maps: tuple[Map, ...] = ()
 
     def put(self, device: _device.Device, stream: int, workspace: int) -> None:
         """Put the launch onto a stream."""
         words = self.words
-        if self.uses_workspace:
+        if self.uses_workspace or self.maps:
             words = words.copy()
-            words[_workspace_position()] = workspace
-        device.launch(self.kernel, self.grid, self.threads, self.shared_bytes, stream, words)
+        self._launch(device, stream, workspace, words)
 
     def put_again(
         self, device: _device.Device, stream: int, workspace: int, positions: Array, places: tuple[int, ...]
@@ -44,8 +56,14 @@ class Prepared(NamedTuple):
         """Put it there with other places, at these positions among the words."""
         words = self.words.copy()
         words[positions] = places
+        self._launch(device, stream, workspace, words)
+
+    def _launch(self, device: _device.Device, stream: int, workspace: int, words: Array) -> None:
         if self.uses_workspace:
             words[_workspace_position()] = workspace
+        for one in self.maps:
+            found = device.tensor_map(int(words[one.of]), one.extents, one.strides, one.rows)
+            words[one.at : one.at + _MAP_WORDS] = found
         device.launch(self.kernel, self.grid, self.threads, self.shared_bytes, stream, words)
 
 
@@ -70,9 +88,24 @@ def prepare(device: _device.Device, step: _plan.Step, call: Array) -> Prepared:
     for name, value in (*step.fields, *step.splits._asdict().items()):
         own[name] = value
     words = own.reshape(1).view(np.uint64)
+    maps: tuple[Map, ...] = ()
+    if step.box_rows is not None:
+        at = _plan.ceil_div(len(words), _MAP_ALIGNMENT) * _MAP_ALIGNMENT
+        words = np.concatenate([words, np.zeros(at - len(words) + 2 * _MAP_WORDS, np.uint64)])
+        if step.box_rows:
+            maps = _map(own, "k", "head_dim", at, step), _map(own, "v", "head_dim_v", at + _MAP_WORDS, step)
     kernel = _compile.kernel(device, step.source)
     grid = step.num_blocks, 1, 1
-    return Prepared(kernel, grid, step.threads, step.shared_bytes, words, step.splits.are_merged)
+    return Prepared(kernel, grid, step.threads, step.shared_bytes, words, step.splits.are_merged, maps)
+
+
+def _map(call: Array, field: str, width: str, at: int, step: _plan.Step) -> Map:
+    """Return what the map of k or v says, whose elements have 16 bits."""
+    axes = {"seqlen_kv": "stride_token", "num_kv_heads": "stride_head", "num_pages": "stride_batch"}
+    extents = [int(call[axis]) for axis in axes]
+    # The stride of an axis of one element is never used, and need not be what a map may have.
+    strides = [2 * int(call[field][s]) if n > 1 else 16 for n, s in zip(extents, axes.values(), strict=True)]
+    return Map(at, _position(field), (int(call[width]), *extents), tuple(strides), step.box_rows or 0)
 
 
 def _extent(array: Array) -> tuple[int, int]:

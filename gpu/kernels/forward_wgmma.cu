@@ -9,8 +9,9 @@
  * Where there are more blocks of rows than multiprocessors, each of these takes several, and the next one's
  * queries, keys and values come while the one before is finished.
  *
- * Copies are those of forward_mma.cu, so pages, packed sequences and strides of any size cost nothing extra,
- * and a call needs no description of its tensors. */
+ * Whole tiles of keys and values come by the copy unit (TMA), by maps of the tensors that the host makes
+ * (PF_MAPPED). Pages, the last tile of a sequence and tensors that no map describes come by copies of 16 bytes
+ * a thread; those, and only those, need a fence before products read what they have brought. */
 #define PF_WGMMA 1
 #define PF_ROW_TILES 1
 #include "forward_wgmma_copy.cuh"
@@ -46,9 +47,10 @@ PF_DEVICE void pf_begin_values(float (&o)[PF_HEAD_DIM_V / 2], const uint32_t (&w
     pf_wgmma_commit();
 }
 
-PF_DEVICE void pf_await_values(pf_pipe &pipe, const pf_group_state &group) {
+PF_DEVICE void pf_await_values(pf_pipe &pipe, const pf_group_state &group, bool fence) {
     pf_barrier_wait(&pipe.values_full[group.values.stage], group.values.parity);
-    pf_fence_async();
+    if (fence)
+        pf_fence_async();
 }
 
 /* Turns scores into weights, in their place. */
@@ -82,12 +84,13 @@ PF_DEVICE void pf_tile(const pf_call &call, const pf_block &block, unsigned char
     float (&flat)[PF_TILE / 2] = *(float (*)[PF_TILE / 2]) & score[0][0][0];
     float (&o)[PF_HEAD_DIM_V / 2] = *(float (*)[PF_HEAD_DIM_V / 2]) & group.rows.o[0][0][0];
     pf_barrier_wait(&pipe.keys_full[group.keys.stage], group.keys.parity);
-    pf_fence_async();
+    if (!PF_MAPPED || tested) /* a tile that needs no test is whole */
+        pf_fence_async();
     if (PF_TURNS)
         pf_group_sync(PF_TURN + group.number, PF_TURN_THREADS);
     pf_begin_scores(flat, q, pf_further(group.k, group.keys.stage * PF_K_BYTES));
     if (!FIRST) {
-        pf_await_values(pipe, group);
+        pf_await_values(pipe, group, !PF_MAPPED); /* the last tile alone may not be whole */
         pf_begin_values(o, group.weights, pf_further(group.v, group.values.stage * PF_V_BYTES));
     }
     if (PF_TURNS)
@@ -134,7 +137,7 @@ PF_DEVICE void pf_compute_tiles(const pf_call &call, const pf_block &block, unsi
     if (!begun)
         return;
     float (&o)[PF_HEAD_DIM_V / 2] = *(float (*)[PF_HEAD_DIM_V / 2]) & group.rows.o[0][0][0];
-    pf_await_values(pipe, group);
+    pf_await_values(pipe, group, true);
     pf_begin_values(o, group.weights, pf_further(group.v, group.values.stage * PF_V_BYTES));
     pf_wgmma_wait<0>();
     pf_wgmma_settled(o);
@@ -173,7 +176,8 @@ PF_DEVICE void pf_compute_blocks(const pf_call &call, unsigned char *shared, pf_
 }
 
 extern "C" __global__ void __launch_bounds__(PF_THREADS, 1)
-    pf_forward_wgmma(const __grid_constant__ pf_call call) {
+    pf_forward_wgmma(const __grid_constant__ pf_mapped_call mapped) {
+    const pf_call &call = mapped.call;
     PF_DYNAMIC_SHARED(shared);
     pf_pipe &pipe = *(pf_pipe *)(shared + PF_PIPE_AT);
     static_assert(sizeof(pf_block) <= PF_BLOCK_BYTES, "a block has its place");
@@ -181,7 +185,7 @@ extern "C" __global__ void __launch_bounds__(PF_THREADS, 1)
     __syncthreads();
     if (threadIdx.x < 32 * PF_FIRST_WARP) {
         pf_give_registers<PF_COPY_REGISTERS>();
-        pf_copy_blocks(call, shared, pipe);
+        pf_copy_blocks(call, mapped.maps, shared, pipe);
     } else {
         pf_take_registers<PF_COMPUTE_REGISTERS>();
         pf_compute_blocks(call, shared, pipe);

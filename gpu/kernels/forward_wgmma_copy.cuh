@@ -22,6 +22,12 @@ enum {
     PF_VALUE_COPIER,
 };
 
+/* A call, and keys and values as the copy unit knows them: boxes of PF_TILE rows of 64 elements. */
+struct pf_mapped_call {
+    pf_call call;
+    pf_tensor_map maps[2];
+};
+
 /* Blocks are found, then ready for those that compute. */
 struct pf_pipe {
     uint64_t blocks_found[PF_QUERY_STAGES], blocks_ready[PF_QUERY_STAGES], blocks_empty[PF_QUERY_STAGES];
@@ -242,11 +248,28 @@ PF_DEVICE void pf_find_own_places(const pf_call &call, const pf_tensor &t, const
     }
 }
 
+/* A tile by the copy unit; one lane tells it what to do. */
+template <int WIDTH>
+PF_DEVICE void pf_copy_mapped(unsigned char *to, const pf_tensor_map *map, const pf_block &block,
+                              int64_t first, uint64_t *full) {
+    if (threadIdx.x % 32 != 0) {
+        pf_barrier_arrive(full);
+        return;
+    }
+    pf_barrier_expect(full, PF_TILE * WIDTH * 2);
+#pragma unroll
+    for (int panel = 0; panel < WIDTH / 64; panel++)
+        pf_copy_box(to + panel * (PF_TILE * 128), map, 64 * panel, (int)(block.s.kv_token + first),
+                    (int)block.kv_head, (int)block.s.kv_batch, full);
+}
+
 /* One warp brings the keys of all tiles of all blocks, or the values. */
 template <int WIDTH>
-PF_DEVICE void pf_copy_stream(const pf_call &call, const pf_tensor &t, pf_stream pf_block::*which,
-                              unsigned char *shared, unsigned char *stages, pf_pipe &pipe, uint64_t *full,
-                              uint64_t *empty) {
+PF_DEVICE void pf_copy_stream(const pf_call &call, const pf_tensor &t, const pf_tensor_map *map,
+                              pf_stream pf_block::*which, unsigned char *shared, unsigned char *stages,
+                              pf_pipe &pipe, uint64_t *full, uint64_t *empty) {
+    if (PF_MAPPED && threadIdx.x % 32 == 0)
+        pf_fetch_map(map);
     pf_tile_ring ring = {0, 1};
 #pragma unroll 1
     for (pf_block_ring blocks = {0, 0};; pf_next(blocks)) {
@@ -262,6 +285,12 @@ PF_DEVICE void pf_copy_stream(const pf_call &call, const pf_tensor &t, pf_stream
             for (int tile = block.begin[side]; tile < end; tile++) {
                 const int64_t first = (int64_t)tile * PF_TILE;
                 unsigned char *to = stages + ring.stage * (PF_TILE * WIDTH * 2);
+                if (PF_MAPPED && first + PF_TILE <= num_keys) { /* beyond there may be others' rows */
+                    pf_barrier_wait(&empty[ring.stage], ring.parity);
+                    pf_copy_mapped<WIDTH>(to, map, block, first, &full[ring.stage]);
+                    pf_next(ring);
+                    continue;
+                }
                 if constexpr (PF_PAGED != 0) {
                     int64_t places[(PF_TILE + 31) / 32];
                     pf_find_own_places(call, t, block, (int)first, places);
@@ -281,7 +310,8 @@ PF_DEVICE void pf_copy_stream(const pf_call &call, const pf_tensor &t, pf_stream
     }
 }
 
-PF_DEVICE void pf_copy_blocks(const pf_call &call, unsigned char *shared, pf_pipe &pipe) {
+PF_DEVICE void pf_copy_blocks(const pf_call &call, const pf_tensor_map *maps, unsigned char *shared,
+                              pf_pipe &pipe) {
     switch (threadIdx.x / 32) {
     case PF_FINDER:
         pf_find_blocks(call, shared, pipe);
@@ -290,12 +320,12 @@ PF_DEVICE void pf_copy_blocks(const pf_call &call, unsigned char *shared, pf_pip
         pf_look_at_blocks(call, shared, pipe);
         break;
     case PF_KEY_COPIER:
-        pf_copy_stream<PF_HEAD_DIM>(call, call.k, &pf_block::keys, shared, shared + PF_K_AT, pipe,
+        pf_copy_stream<PF_HEAD_DIM>(call, call.k, &maps[0], &pf_block::keys, shared, shared + PF_K_AT, pipe,
                                     pipe.keys_full, pipe.keys_empty);
         break;
     default:
-        pf_copy_stream<PF_HEAD_DIM_V>(call, call.v, &pf_block::values, shared, shared + PF_V_AT, pipe,
-                                      pipe.values_full, pipe.values_empty);
+        pf_copy_stream<PF_HEAD_DIM_V>(call, call.v, &maps[1], &pf_block::values, shared, shared + PF_V_AT,
+                                      pipe, pipe.values_full, pipe.values_empty);
     }
 }
 

@@ -7,6 +7,11 @@
 
 #ifndef PF_EMULATED
 
+/* What the copy unit knows of a tensor, as the driver has written it down. */
+struct alignas(64) pf_tensor_map {
+    uint64_t words[16];
+};
+
 #if PF_BFLOAT16
 #define PF_WGMMA_TYPES ".f32.bf16.bf16 "
 #else
@@ -28,6 +33,27 @@ PF_DEVICE void pf_barrier_arrive(uint64_t *barrier) {
 PF_DEVICE void pf_cp_async_arrive(uint64_t *barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(pf_shared_address(barrier))
                  : "memory");
+}
+
+/* Arrives, and lets the phase wait for so many bytes besides. */
+PF_DEVICE void pf_barrier_expect(uint64_t *barrier, uint32_t bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(pf_shared_address(barrier)),
+                 "r"(bytes)
+                 : "memory");
+}
+
+/* Starts the copy of a box of a tensor; its bytes are those that `barrier` waits for. Coordinates are those
+ * of the first element, innermost first; elements outside of the tensor are zeros. */
+PF_DEVICE void pf_copy_box(void *shared, const pf_tensor_map *map, int dim, int token, int head, int batch,
+                           uint64_t *barrier) {
+    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+                 "[%0], [%1, {%2, %3, %4, %5}], [%6];" ::"r"(pf_shared_address(shared)),
+                 "l"(map), "r"(dim), "r"(token), "r"(head), "r"(batch), "r"(pf_shared_address(barrier))
+                 : "memory");
+}
+
+PF_DEVICE void pf_fetch_map(const pf_tensor_map *map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
 /* Waits for the end of the phase with this parity: 0 for the first one, 1 for the one before it, which has

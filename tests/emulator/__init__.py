@@ -41,6 +41,8 @@ SHARED_ALIGNMENT = 1024
 MAX_THREADS = 1024
 MAX_GRID = (2**31 - 1, 65535, 65535)
 MAX_ARGUMENT = 4096
+#: Its place is a multiple of this, which is what a tensor map in it needs.
+ARGUMENT_ALIGNMENT = 64
 
 #: The runtime has one set of fibers, and a kernel's static shared memory exists once.
 _lock = threading.Lock()
@@ -207,7 +209,9 @@ class Device:
         runtime = _runtime()
         seed = int(os.environ.get("PYFLASH_EMULATOR_SEED", "0"))
         seconds = float(os.environ.get("PYFLASH_EMULATOR_SECONDS", "300"))
-        packed = np.ascontiguousarray(argument).copy()
+        room = np.zeros(argument.nbytes + ARGUMENT_ALIGNMENT, np.uint8)
+        packed = room[-room.ctypes.data % ARGUMENT_ALIGNMENT :][: argument.nbytes]
+        packed[:] = np.ascontiguousarray(argument).reshape(-1).view(np.uint8)
         with _lock:
             failed = runtime.pf_emu_launch(
                 ctypes.byref(kernel.entry),
@@ -221,6 +225,18 @@ class Device:
             if failed:
                 message = runtime.pf_emu_message().decode(errors="replace")
                 raise EmulationError(kernel.explain(message, runtime.pf_emu_fault_offset()))
+
+    def tensor_map(
+        self, address: int, extents: tuple[int, ...], strides: tuple[int, ...], rows: int
+    ) -> np.ndarray:
+        """What hopper_on_host.h reads; it refuses what the driver does."""
+        if len(extents) != 4 or len(strides) != 3 or not 1 <= rows <= 256 or address % 16:
+            raise EmulationError(f"no map of {extents}, {strides}, {rows} rows at {address:#x}")
+        if not all(0 < n <= 2**32 for n in extents) or any(s % 16 or not 0 <= s < 2**40 for s in strides):
+            raise EmulationError(f"no map has extents of {extents} and strides of {strides}")
+        words = np.zeros(16, np.uint64)
+        words[:9] = address, *extents, *strides, rows
+        return words
 
     def allocate(self, num_bytes: int, stream: int = 0) -> Memory:
         """Memory that nothing has been written to: 0xFF in every byte."""

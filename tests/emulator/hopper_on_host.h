@@ -8,18 +8,62 @@ static inline uint32_t pf_shared_address(const void *shared) {
     return (uint32_t)((const unsigned char *)shared - pf_emu_shared);
 }
 
-/* --- barriers in shared memory: threads to come in a phase, threads of a phase, its parity --- */
+/* --- barriers in shared memory: bytes to come in a phase, its parity, threads of a phase, threads to come ---
+ */
 
 static inline void pf_barrier_init(uint64_t *barrier, uint32_t count) {
-    *barrier = (uint64_t)count << 16 | count;
+    *barrier = (uint64_t)count << 12 | count;
+}
+
+/* A phase ends when no thread and no byte is left to come. */
+static inline void pf_emu_barrier_add(uint64_t *barrier, int64_t bytes, int threads, const char *file, int line) {
+    const uint64_t all = *barrier >> 12 & 0xfff, parity = *barrier >> 24 & 1;
+    const int64_t left = (int64_t)(*barrier & 0xfff) - threads, coming = (int64_t)*barrier >> 25;
+    if (all == 0 || left < 0)
+        pf_emu_fail(file, line, "a barrier that has not been initialised");
+    if (left == 0 && coming + bytes == 0)
+        *barrier = (parity ^ 1) << 24 | all << 12 | all;
+    else
+        *barrier = (uint64_t)(coming + bytes) << 25 | parity << 24 | all << 12 | (uint64_t)left;
 }
 
 static inline void pf_barrier_arrive(uint64_t *barrier, PF_HERE) {
-    const uint64_t all = *barrier >> 16 & 0xffff, left = *barrier & 0xffff;
-    if (left == 0)
-        pf_emu_fail(file, line, "a barrier that has not been initialised");
-    *barrier = left > 1 ? *barrier - 1 : ((*barrier >> 32 & 1) ^ 1) << 32 | all << 16 | all;
+    pf_emu_barrier_add(barrier, 0, 1, file, line);
 }
+
+static inline void pf_barrier_expect(uint64_t *barrier, uint32_t bytes, PF_HERE) {
+    pf_emu_barrier_add(barrier, bytes, 1, file, line);
+}
+
+/* As the emulated driver writes it: address, 4 extents, 3 strides in bytes, rows of a box; elements have two
+ * bytes, and boxes 64 of them. */
+struct alignas(64) pf_tensor_map {
+    uint64_t words[16];
+};
+
+static inline void pf_copy_box(void *shared, const pf_tensor_map *map, int dim, int token, int head, int batch,
+                               uint64_t *barrier, PF_HERE) {
+    const uint64_t *w = map->words;
+    unsigned char *to = (unsigned char *)shared;
+    if (!pf_emu_is_shared(to, w[8] * 128))
+        pf_emu_fail(file, line, "a box beyond shared memory");
+    if ((to - pf_emu_shared) % 1024)
+        pf_emu_fail(file, line, "a box that does not begin at a multiple of 1024 bytes");
+    for (uint64_t row = 0; row < w[8]; row++)
+        for (int element = 0; element < 64; element++) {
+            uint16_t bits = 0;
+            if ((uint64_t)(dim + element) < w[1] && (uint64_t)token + row < w[2] && (uint64_t)head < w[3] &&
+                (uint64_t)batch < w[4])
+                __builtin_memcpy(&bits,
+                                 (const char *)w[0] + (dim + element) * 2 + ((uint64_t)token + row) * w[5] +
+                                     (uint64_t)head * w[6] + (uint64_t)batch * w[7],
+                                 2);
+            __builtin_memcpy(to + row * 128 + ((uint64_t)(element / 8) ^ row % 8) * 16 + element % 8 * 2, &bits, 2);
+        }
+    pf_emu_barrier_add(barrier, -(int64_t)(w[8] * 128), 0, file, line);
+}
+
+static inline void pf_fetch_map(const pf_tensor_map *) {}
 
 static inline void pf_cp_async_arrive(uint64_t *barrier, PF_HERE) {
     pf_emu_async_commit();
@@ -28,7 +72,7 @@ static inline void pf_cp_async_arrive(uint64_t *barrier, PF_HERE) {
 }
 
 static inline void pf_barrier_wait(uint64_t *barrier, uint32_t parity, PF_HERE) {
-    for (int left = 1 << 22; (*(volatile uint64_t *)barrier >> 32 & 1) == parity; left--) {
+    for (int left = 1 << 22; (*(volatile uint64_t *)barrier >> 24 & 1) == parity; left--) {
         if (left == 0)
             pf_emu_fail(file, line, "nobody ends the phase that a barrier waits for");
         pf_emu_yield();
