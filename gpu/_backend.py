@@ -102,6 +102,11 @@ class CudaBackend:
             expressions=expressions,
         )
 
+    def _planned(self, args: AttentionArgs) -> tuple[_device.Device, _plan.Problem, _plan.Plan]:
+        device, _ = self._device_of(args.q, (*args, *(args.spans or ())))
+        problem = self._problem(args, device)
+        return device, problem, self._plan(problem)
+
     def _plan(self, problem: _plan.Problem) -> _plan.Plan:
         plan = _choose.plan(problem)
         if problem.tile not in (None, plan.tile):
@@ -159,11 +164,6 @@ class CudaBackend:
         problem = self._problem(args.attention, device)
         with _naming_expressions(args.attention):
             _operations.attention_stats(device, stream, _places.Places(device, stream), args, problem)
-
-    def _planned(self, args: AttentionArgs) -> tuple[_device.Device, _plan.Problem, _plan.Plan]:
-        device, _ = self._device_of(args.q, (*args, *(args.spans or ())))
-        problem = self._problem(args, device)
-        return device, problem, self._plan(problem)
 
     def check(self, args: AttentionArgs) -> None:
         """Refuse what no kernel takes."""

@@ -388,7 +388,7 @@ def explain(
 
 
 def check(q: Array, k: Array, v: Array, **options: Any) -> None:
-    """Raise what `explain` would raise of a call, and tell nothing of it: that takes no time worth counting."""
+    """Raise what `explain` would raise of a call, without counting anything of it."""
     chosen, call = _described(q, k, v, **options)
     chosen.check(call.args)
 

@@ -32,14 +32,14 @@ class Driver:
         """The mode of this thread."""
         return getattr(self.here, "mode", GLOBAL)
 
-    def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> int:  # noqa: N802 - the driver's name
+    def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> int:
         if self.fails:
             return 900
         mode = ctypes.cast(mode, ctypes.POINTER(ctypes.c_int))
         self.here.mode, mode[0] = mode[0], self.mode
         return 0
 
-    def cuGetErrorString(self, status: int, text: Any) -> None:  # noqa: N802
+    def cuGetErrorString(self, status: int, text: Any) -> None:
         ctypes.cast(text, ctypes.POINTER(ctypes.c_char_p))[0] = b"not permitted"
 
     def alloc(self, num_bytes: int) -> Any:

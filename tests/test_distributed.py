@@ -180,7 +180,6 @@ def test_a_call_like_one_before_looks_at_no_rows(monkeypatch, options, schedule)
     assert first < with_slopes == check(alibi_slopes=-slopes) == check()
 
 
-
 # --- bits ---
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -23,7 +24,13 @@ from pyflash._layout import row_blocks, sequences
 from pyflash._masks import key_tiles
 from pyflash._reference import plan
 from pyflash._tiles import Count, count_tiles
-from pyflash.distributed import _arguments, _decode
+from pyflash.distributed import (
+    _arguments,
+    _decode,
+    context_parallel_decode,
+    head_parallel_attention,
+    ring_attention,
+)
 
 NUMPY = TestedBackend("numpy", {"backend": "numpy"})
 
@@ -213,15 +220,16 @@ def test_distributed_checks_count_no_tiles(backend, monkeypatch):
 
     def ring(n: int) -> int:
         x = wide(n, 2)
-        options = dict.fromkeys(
-            ("window", "spans", "scale", "softcap", "alibi_slopes", "sinks", "q_offset", "cu_seqlens_q")
-            + ("cu_seqlens_kv", "k_scale", "v_scale", "kv_dtype", "out_dtype", "num_threads", "isa")
-        )
-        options |= dict(causal=True, schedule="zigzag", layout="bshd", return_lse=False, backend=backend)
-        options |= dict(lse_includes_sinks=False)
+        keywords = inspect.signature(ring_attention).parameters.values()
+        options = {one.name: one.default for one in keywords if one.default is not one.empty}
+        options |= dict(causal=True, backend=backend)
         return on_ranks(1, lambda comm: steps_of(lambda: _arguments.arguments(comm, x, x, x, options)))[0]
 
     ring(LENGTHS[0])
     few, many = map(ring, LENGTHS)
     assert 0 < many <= few + 20
-    assert _decode._api.check is _api.check
+    monkeypatch.setattr(_decode, "_digests", {})
+    x = np.ones((1, 6, 2, 8), np.float32)
+    for function in (ring_attention, head_parallel_attention, context_parallel_decode):
+        for out in on_ranks(2, lambda comm: function(x, x, x, comm=comm, backend=backend)):  # noqa: B023
+            np.testing.assert_allclose(out, x, rtol=1e-6)

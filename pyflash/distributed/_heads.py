@@ -213,9 +213,9 @@ class _Exchange:
         heads, (out, lse) = self._heads[self._comm.rank], self._whole
         if not heads.q:
             return
-        queries, keys = (where.order() for where in self._layouts)
+        of_queries, of_keys = (where.order() for where in self._layouts)
         wholes = [whole for _, _, _, whole in self._gathered]
-        q, k, v = (_by_token(rows_at(*x)) for x in zip(wholes, (queries, keys, keys), strict=True))
+        q, k, v = (_by_token(rows_at(*x)) for x in zip(wholes, (of_queries, of_keys, of_keys), strict=True))
         calls = [heads]
         if len(heads.q) != self._group * len(heads.kv) and len(heads.kv) > 1:  # groups that are cut
             calls = [
