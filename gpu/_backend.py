@@ -24,8 +24,8 @@ from .._description import (
     StatsArgs,
 )
 from .._errors import BackendUnavailable, invalid, unsupported
-from .._layout import row_blocks, sequences
-from .._masks import key_tiles
+from .._layout import sequences
+from .._tiles import count_tiles
 from . import _choose, _compile, _device, _forward_wgmma, _launch, _operations, _places, _plan, _prepared
 
 _ALIGNMENT = 16
@@ -108,6 +108,11 @@ class CudaBackend:
             expressions=expressions,
         )
 
+    def _planned(self, args: AttentionArgs) -> tuple[_device.Device, _plan.Problem, _plan.Plan]:
+        device, _ = self._device_of(args.q, (*args, *(args.spans or ())))
+        problem = self._problem(args, device)
+        return device, problem, self._plan(problem)
+
     def _plan(self, problem: _plan.Problem) -> _plan.Plan:
         plan = _choose.plan(problem)
         if problem.tile not in (None, plan.tile):
@@ -166,11 +171,13 @@ class CudaBackend:
         with _naming_expressions(args.attention):
             _operations.attention_stats(device, stream, _places.Places(device, stream), args, problem)
 
+    def check(self, args: AttentionArgs) -> None:
+        """Refuse what no kernel takes."""
+        self._planned(args)
+
     def explain(self, args: AttentionArgs) -> Explanation:
         """Say what `attention` would do, without doing it."""
-        device, _ = self._device_of(args.q, (*args, *(args.spans or ())))
-        problem = self._problem(args, device)
-        plan = self._plan(problem)
+        device, problem, plan = self._planned(args)
         rows = (
             "family: asked for"
             if args.family is not None
@@ -229,10 +236,9 @@ def _tiles(args: AttentionArgs, plan: _plan.Plan) -> tuple[int, int, tuple[str, 
     )  # expressions, which hide no whole tile as far as is known
     total = seen = 0
     for sequence in sequences(args):
-        tiles = -(-sequence.seqlen_kv // plan.tile)
-        for block in row_blocks(args, sequence, plan.rows_per_item):
-            total += tiles
-            seen += sum(1 for _ in key_tiles(args, block, 0, sequence.seqlen_kv, plan.tile))
+        all_keys = ((0, sequence.seqlen_kv),)
+        count = count_tiles(args, sequence, plan.rows_per_item, all_keys, plan.tile)
+        total, seen = total + count.tiles, seen + count.seen
     return total, seen, ()
 
 

@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
 import sys
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import numpy as np
@@ -22,6 +24,8 @@ _STATIC_SHARED, _MAX_DYNAMIC_SHARED, _SHARED_CARVEOUT = 1, 8, 9
 #: ..._SWIZZLE_128B, ..._L2_PROMOTION_L2_256B, ..._FLOAT_OOB_FILL_NONE.
 _MAP_BYTES, _MAP_ALIGNMENT = 128, 64
 _MAP_OF_UINT16, _MAP_NOT_INTERLEAVED, _MAP_SWIZZLE_128, _MAP_PROMOTION_256, _MAP_ZEROS = 1, 0, 3, 3, 0
+#: CU_STREAM_CAPTURE_MODE_RELAXED.
+_RELAXED = 2
 #: The oldest architecture that the kernels are written for.
 MIN_CAPABILITY = 75
 _INSTALL = "pip install 'pyflash-attention[cuda13]', or [cuda12] for drivers of CUDA 12"
@@ -232,10 +236,12 @@ class _CupyDevice:
 
     def allocate(self, num_bytes: int, stream: int) -> _CupyMemory:
         with self.current(), self._stream(stream):
-            memory = _CupyMemory(self._cupy.cuda.alloc(num_bytes))
-            if self._captures(stream):
-                self._captured[id(memory)] = memory
-        return memory
+            if not self._captures(stream):
+                return _CupyMemory(self._cupy.cuda.alloc(num_bytes))
+            with _relaxed(self._driver):
+                memory = _CupyMemory(self._cupy.cuda.alloc(num_bytes))
+            self._captured[id(memory)] = memory
+            return memory
 
     def _captures(self, stream: int) -> bool:
         # The default stream can't be captured, and must not be asked while another one is.
@@ -352,7 +358,28 @@ def _driver_library() -> Any:
     word, place = ctypes.c_uint, ctypes.c_void_p
     library.cuLaunchKernel.argtypes = [place, *(word,) * 7, place, place, place]
     library.cuFuncSetAttribute.argtypes = [place, ctypes.c_int, ctypes.c_int]
+    library.cuThreadExchangeStreamCaptureMode.argtypes = [place]
     return library
+
+
+@contextlib.contextmanager
+def _relaxed(library: Any) -> Iterator[None]:
+    """Let this thread take memory from the driver while a stream is captured.
+
+    In the mode of PyTorch's graphs that would end the capture, since in general it may wait for a stream.
+    Here it is safe: nothing that has been recorded needs the memory before the graph runs.
+    """
+    mode = ctypes.c_int(_RELAXED)  # after the exchange, what was before
+
+    def exchange() -> None:
+        status = library.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+        _check(library, status, "change how a thread takes part in the capture of a graph")
+
+    exchange()
+    try:
+        yield
+    finally:
+        exchange()
 
 
 def _check(library: Any, status: int, what: str) -> None:

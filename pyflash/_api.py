@@ -382,6 +382,29 @@ def explain(
     InvalidArgument, UnsupportedError, BackendUnavailable
         Whatever the call would raise.
     """
+    index = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": cu_seqlens_kv, "block_table": block_table}
+    chosen, call = _described(q, k, v, backend=backend, **index, **options)
+    return chosen.explain(call.args)
+
+
+def check(q: Array, k: Array, v: Array, **options: Any) -> None:
+    """Raise what `explain` would raise of a call, without counting anything of it."""
+    chosen, call = _described(q, k, v, **options)
+    chosen.check(call.args)
+
+
+def _described(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    cu_seqlens_q: Array | None = None,
+    cu_seqlens_kv: Array | None = None,
+    block_table: Array | None = None,
+    backend: str | None = None,
+    **options: Any,
+) -> tuple[Backend, _args.Call]:
+    """Return a call of any of the attention functions, checked, and the backend that would make it."""
     chosen = _backends.resolve(backend, q)
     if block_table is not None:
         seq_lens = options.pop("seq_lens", None)
@@ -392,4 +415,4 @@ def explain(
         call = _args.varlen(q, k, v, cu_seqlens_q, cu_seqlens_kv, backend=chosen.name, **options)
     else:
         call = _args.dense(q, k, v, backend=chosen.name, **options)
-    return chosen.explain(call.args)
+    return chosen, call

@@ -60,7 +60,7 @@ class _Absent:
     def _refuse(self, args: object, *, again: object = None) -> NoReturn:
         raise BackendUnavailable(f"backend: {self.name!r} is not available: {self.unavailable()}")
 
-    attention = attention_stats = merge_states = append_kv = explain = _refuse
+    attention = attention_stats = merge_states = append_kv = check = explain = _refuse
 
 
 def chosen_name(name: object) -> str:

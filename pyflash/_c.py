@@ -377,6 +377,10 @@ class CBackend:
         _check(lib.pf_attention_plan(call, plan))
         return plan
 
+    def check(self, args: AttentionArgs) -> None:
+        """Refuse an instruction set that is not there."""
+        choose_isa(args.isa)
+
     def explain(self, args: AttentionArgs) -> Explanation:
         """Say what `attention` would do, without doing it."""
         isa, why_isa = choose_isa(args.isa)

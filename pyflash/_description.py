@@ -249,6 +249,9 @@ class Backend(Protocol):
     def attention_stats(self, args: StatsArgs) -> None:
         """Fill the results in `args` that are not None."""
 
+    def check(self, args: AttentionArgs) -> None:
+        """Raise what `explain` would, in time that grows with neither rows nor keys."""
+
     def explain(self, args: AttentionArgs) -> Explanation:
         """Say what `attention` would do, without doing it."""
 

@@ -7,6 +7,7 @@ taken, and at the end either committed or given back; the sequence keeps its old
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -15,11 +16,14 @@ from ._errors import InvalidArgument, OutOfPages, invalid
 
 
 class Entry:
-    """One sequence: its pages in order, how many tokens they hold, whether it is being extended."""
+    """One sequence: its pages in order, how many tokens they hold, whether it is being extended.
+
+    Pages are an array of C's int, not a list: every step makes a table of them, and a long sequence has many.
+    """
 
     __slots__ = ("length", "open", "pages")
 
-    def __init__(self, pages: list[int], length: int) -> None:
+    def __init__(self, pages: array[int], length: int) -> None:
         self.pages = pages
         self.length = length
         self.open = False
@@ -29,7 +33,7 @@ class Growth(NamedTuple):
     """How one sequence gets room for more tokens."""
 
     seq: int
-    pages: list[int]  # all pages after the growth
+    pages: array[int]  # all pages after the growth
     length: int  # tokens after the growth
     taken: list[int]  # the pages among them that are new
     copied: tuple[int, int] | None  # (shared page, private copy) of a last page that is partly filled
@@ -52,12 +56,12 @@ class PageTable:
         self.entries: dict[int, Entry] = {}
         self._next_seq = 0  # never reused, so that the number of a freed sequence stays invalid
 
-    def add(self, pages: list[int], length: int) -> int:
+    def add(self, pages: Iterable[int], length: int) -> int:
         """Return the number of a new sequence that holds `pages`, shared with whoever has them."""
         seq = self._next_seq
         self._next_seq += 1
-        self._hold(pages)
-        self.entries[seq] = Entry(pages, length)
+        entry = self.entries[seq] = Entry(array("i", pages), length)
+        self._hold(entry.pages)
         return seq
 
     def find(self, seq: int, argument: str = "seq") -> Entry:
@@ -142,7 +146,9 @@ class PageTable:
         taken = [self.free_pages.pop() for _ in range(self.num_pages_for(length) - len(kept))]
         self._hold(taken)
         entry.open = True
-        return Growth(seq, kept + taken, length, taken, (entry.pages[-1], taken[0]) if copy else None)
+        return Growth(
+            seq, kept + array("i", taken), length, taken, (entry.pages[-1], taken[0]) if copy else None
+        )
 
     def _hold(self, pages: Iterable[int]) -> None:
         for page in pages:

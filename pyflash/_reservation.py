@@ -6,6 +6,7 @@ here, so that giving up means to return what was taken and nothing else.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple, final
@@ -200,17 +201,17 @@ class Reservation:
         page = block_table[row, positions // page_size].astype(np.int64)
         slots = page * page_size + positions % page_size
         self.host = StepArrays(block_table, seq_lens, cu_seqlens, positions, slots)
-        for array in self.host:
-            array.flags.writeable = False
+        for one in self.host:
+            one.flags.writeable = False
         placed = self.cache.placed(*self.host)
         self.block_table, self.seq_lens, self.cu_seqlens, self.positions, self.slots = placed
         self.max_seqlen_q = max(num_tokens, default=0)
 
 
-def table_of(rows: list[list[int]]) -> Array:
+def table_of(rows: list[array[int]]) -> Array:
     table = np.full((len(rows), max(map(len, rows), default=0)), -1, np.int32)
     for entries, pages in zip(table, rows, strict=True):
-        entries[: len(pages)] = pages
+        entries[: len(pages)] = np.asarray(pages)
     return table
 
 

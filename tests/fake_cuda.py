@@ -169,6 +169,9 @@ class FakeBackend:
         self.calls.append(args)
         REFERENCE.attention_stats(on_host(args))
 
+    def check(self, args: AttentionArgs) -> None:
+        self.calls.append(args)
+
     def explain(self, args: AttentionArgs) -> Any:
         self.calls.append(args)
         return REFERENCE.explain(on_host(args))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import subprocess
@@ -282,6 +283,101 @@ def test_a_graph_of_a_prefill_with_lengths_on_the_device(cupy, dtype):
         want = call.but(seq_lens=np.array(lengths))
         _, lse = run(want, CUDA)
         assert_matches(cupy.asnumpy(out), lse, want)
+
+
+def decodes_with_splits(to: Any) -> tuple[Any, list[tuple[Any, Any]]]:
+    """One query, and two sets of keys and values, each of them cut into parts."""
+    rng = np.random.default_rng(710)
+    q = to(rng.standard_normal((1, 1, 32, 128)).astype("f2"))
+    caches = [
+        tuple(to(rng.standard_normal((1, 8192, 8, 128)).astype("f2")) for _ in range(2)) for _ in range(2)
+    ]
+    told = pyflash.explain(q, *caches[0])
+    assert told.num_splits > 1 and told.workspace_bytes > 0
+    return q, caches
+
+
+def mode_of_this_thread() -> int:
+    """How this thread takes part in captures: 0 global, 1 of threads, 2 relaxed."""
+    from pyflash.gpu import _device
+
+    exchange, mode = _device._driver_library().cuThreadExchangeStreamCaptureMode, ctypes.c_int(2)
+    assert exchange(ctypes.byref(mode)) == 0
+    found = mode.value
+    assert exchange(ctypes.byref(mode)) == 0 and mode.value == 2
+    return found
+
+
+@pytest.mark.parametrize("mode", ["global", "thread_local", "relaxed"])
+@pytest.mark.parametrize("stream", ["that of the calls before", "one of torch's own"])
+@pytest.mark.parametrize("pool", ["as it is", "empty"])
+def test_a_graph_of_torch_takes_memory_for_splits(torch, cupy, pool, stream, mode):
+    """More than the calls before it have left: where that ends, the driver is asked during the capture."""
+    q, caches = decodes_with_splits(lambda x: on_torch(torch, x))
+    outs = [torch.full_like(q, float("nan")) for _ in caches]
+
+    def both() -> None:
+        for (k, v), out in zip(caches, outs, strict=True):
+            pyflash.flash_attention(q, k, v, out=out)
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        both()
+    torch.cuda.synchronize()
+    if pool == "empty":
+        cupy.get_default_memory_pool().free_all_blocks()
+    graph = torch.cuda.CUDAGraph()
+    given = dict(stream=side) if stream == "that of the calls before" else {}
+    with torch.cuda.graph(graph, capture_error_mode=mode, **given):
+        both()
+        assert mode_of_this_thread() == 0
+    for seed in range(3):
+        q.copy_(on_torch(torch, np.random.default_rng(seed).standard_normal(q.shape).astype("f2")))
+        want = [pyflash.flash_attention(q, k, v) for k, v in caches]  # with memory that no graph may have
+        for out in outs:
+            out.fill_(float("nan"))
+        with torch.cuda.stream(side):
+            side.wait_stream(torch.cuda.current_stream())
+            both()
+            for out in outs:
+                out.fill_(float("nan"))
+        torch.cuda.synchronize()
+        graph.replay()
+        torch.cuda.synchronize()
+        for out, other in zip(outs, want, strict=True):
+            assert_same_bits(out.cpu().numpy(), other.cpu().numpy())
+
+
+@pytest.mark.parametrize("mode", ["Global", "ThreadLocal", "Relaxed"])
+def test_a_graph_of_cupy_takes_memory_for_splits(cupy, mode):
+    q, caches = decodes_with_splits(cupy.asarray)
+    outs = [cupy.full_like(q, np.nan) for _ in caches]
+
+    def both() -> None:
+        for (k, v), out in zip(caches, outs, strict=True):
+            pyflash.flash_attention(q, k, v, out=out)
+
+    stream = cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.Device().synchronize()
+    with stream:
+        both()
+        stream.synchronize()
+        stream.begin_capture(getattr(cupy.cuda.runtime, f"streamCaptureMode{mode}"))
+        try:
+            both()
+            assert mode_of_this_thread() == 0
+        finally:
+            graph = stream.end_capture()
+        for seed in range(3):
+            q.set(np.random.default_rng(seed).standard_normal(q.shape).astype("f2"))
+            want = [pyflash.flash_attention(q, k, v) for k, v in caches]
+            for out in outs:
+                out.fill(np.nan)
+            graph.launch(stream)
+            stream.synchronize()
+            for out, other in zip(outs, want, strict=True):
+                assert_same_bits(cupy.asnumpy(out), cupy.asnumpy(other))
 
 
 def test_host_arrays_are_refused_during_a_capture(cupy):

@@ -183,6 +183,32 @@ def test_copies_do_not_go_into_a_graph(cuda, checked, monkeypatch):
         pyflash.flash_attention(*given, k_scale=0.5, backend="cuda")
 
 
+@pytest.mark.parametrize("known", [False, True])
+def test_each_captured_call_takes_memory_of_its_own(cuda, checked, monkeypatch, known):
+    """For the states of its splits: a graph runs all of its calls, as often as it is replayed."""
+    from emulator import Device
+
+    calls = [arrays(cuda, seed) for seed in range(2)]
+    for given, _ in calls * 2 if known else ():
+        pyflash.flash_attention(*given, backend="cuda")
+    needed = pyflash.explain(*calls[0][0], backend="cuda").workspace_bytes
+    taken: list[tuple[int, Any]] = []
+    allocate = Device.allocate
+
+    def counted(self: Device, num_bytes: int, stream: int = 0) -> Any:
+        taken.append((num_bytes, allocate(self, num_bytes, stream)))
+        return taken[-1][1]
+
+    before = len(checked)
+    monkeypatch.setattr(Device, "allocate", counted)
+    monkeypatch.setattr(Device, "is_capturing", lambda *_: True)
+    for given, expected in calls:
+        assert_right(pyflash.flash_attention(*given, backend="cuda"), expected)
+    assert len(checked) == before + (0 if known else 2)
+    assert needed and [num_bytes for num_bytes, _ in taken] == [needed] * 2
+    assert taken[0][1].address != taken[1][1].address
+
+
 def test_a_tuple_is_no_array(cuda, checked):
     """It is refused, also where the array in it makes a call that is known."""
     given, _ = arrays(cuda, 0)

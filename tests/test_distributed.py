@@ -21,6 +21,7 @@ from pyflash.distributed import (
     _heads,
     _ring,
     _routes,
+    _visible,
     communicator,
     context_parallel_decode,
     head_parallel_attention,
@@ -150,6 +151,33 @@ def test_a_call_like_one_before_needs_one_collective_less(monkeypatch):
         assert [mine[i][1] for mine in results] == [told] * 3, (i, options)
         want = pyflash.flash_attention(*arrays, **options)
         np.testing.assert_allclose(unshard([mine[i][0] for mine in results]), want, atol=2e-6)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("options", [dict(), dict(causal=True), dict(window=(9, 3))], ids=str)
+def test_a_call_like_one_before_looks_at_no_rows(monkeypatch, options, schedule):
+    """What each step computes is known; with slopes that is something else."""
+    looked = []
+    on = _visible.Rows.on
+    monkeypatch.setattr(_visible.Rows, "on", lambda *args: looked.append(args) or on(*args))
+    _routes._kept.clear()
+    arrays, slopes = _arrays(48), np.array([0.5, 0.1, -0.2, 1.0], "f4")
+
+    def check(**more):
+        want = pyflash.flash_attention(*arrays, **options, **more)
+        wanted = [shard(want, rank, 3, schedule=schedule) for rank in range(3)]
+        parts = [[shard(x, rank, 3, schedule=schedule) for x in arrays] for rank in range(3)]
+        found = on_ranks(
+            3, lambda c: ring_attention(*parts[c.rank], comm=c, schedule=schedule, **options, **more)
+        )
+        for one, other in zip(found, wanted, strict=True):
+            np.testing.assert_allclose(one, other, atol=1e-5)
+        return len(looked)
+
+    first = check()
+    assert 0 < first == check() == check()
+    with_slopes = check(alibi_slopes=slopes)
+    assert first < with_slopes == check(alibi_slopes=-slopes) == check()
 
 
 # --- bits ---

@@ -156,7 +156,7 @@ def _check(q: Any, k: Any, v: Any, options: dict[str, Any]) -> None:
         checked.update(cu_seqlens_q=options["cu_seqlens_q"], cu_seqlens_kv=options["cu_seqlens_kv"])
         if options["cu_seqlens_kv"] is None:
             raise invalid("cu_seqlens_kv", "None", "prefix sums beside cu_seqlens_q")
-    _api.explain(q, k, v, **checked)
+    _api.check(q, k, v, **checked)
 
 
 def _facts(q: Any, k: Any, v: Any, lengths: list[tuple[int, ...]], options: dict[str, Any]) -> dict[str, Any]:

@@ -272,7 +272,7 @@ def _check(q: Any, k: Any, v: Any, options: dict[str, Any]) -> None:
     if options["block_table"] is None:
         for name in ("block_table", "cache_layout"):
             checked.pop(name)
-    _api.explain(q, k, v, **checked)
+    _api.check(q, k, v, **checked)
     if options["kv_start"] is not None:
         if options["q_offset"] is None:
             raise invalid("q_offset", "None", "the position of the first query, beside kv_start")

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .. import _api
-from .._description import Array
 from . import _agreement
 from ._arguments import Arguments, arguments
 from ._communicator import Communicator, communicator
@@ -214,10 +213,9 @@ class _Exchange:
         heads, (out, lse) = self._heads[self._comm.rank], self._whole
         if not heads.q:
             return
-        q, k, v = (
-            _by_token(rows_at(whole, np.argsort(_places(where), kind="stable")))
-            for _, where, _, whole in self._gathered
-        )
+        of_queries, of_keys = (where.order() for where in self._layouts)
+        wholes = [whole for _, _, _, whole in self._gathered]
+        q, k, v = (_by_token(rows_at(*x)) for x in zip(wholes, (of_queries, of_keys, of_keys), strict=True))
         calls = [heads]
         if len(heads.q) != self._group * len(heads.kv) and len(heads.kv) > 1:  # groups that are cut
             calls = [
@@ -260,11 +258,6 @@ class _Exchange:
             out[..., heads.q.start : heads.q.stop, :] = _by_token(part)
             lse[..., heads.q.start : heads.q.stop, :] = part_lse.swapaxes(0, -1)
         return out, lse
-
-
-def _places(where: Layout) -> Array:
-    """Return where the tokens of all ranks, one rank behind the other, lie in whole sequences."""
-    return np.concatenate([where.places(rank) for rank in range(where.size)])
 
 
 def _by_token(x: Any) -> Any:

@@ -42,6 +42,9 @@ def place(ranges: Array, token: Array) -> Array:
     if not len(ranges):
         return np.zeros_like(token)
     length = ranges[:, 1] - ranges[:, 0]
+    if len(ranges) == 1:
+        below: Array = np.clip(token - ranges[0, 0], 0, length[0])
+        return below
     first = np.cumsum(length) - length
     index = np.searchsorted(ranges[:, 0], token, side="right") - 1
     inside = np.minimum(token - ranges[index, 0], length[index])

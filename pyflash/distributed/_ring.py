@@ -184,7 +184,7 @@ class _Ring:
     ) -> None:
         self._comm, self._call, self._layouts, self._route = comm, call, layouts, route
         self._states = States(comm, call)
-        self._steps = Steps(comm.rank, call, route.rows, layouts, self._states)
+        self._steps = Steps(comm.rank, call, route, layouts, self._states)
         room = max(_ranges.total(message.ranges) for message in route.incoming)
         if self._is_packed_first():
             room = max(room, self._num_tokens(comm.rank))

@@ -6,7 +6,7 @@ import functools
 import hashlib
 import threading
 from collections import OrderedDict
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -29,6 +29,7 @@ class Route(NamedTuple):
     rows: Rows
     outgoing: list[Array]  # stretches of what is held
     incoming: list[Message]
+    calls: dict[tuple[int, bool], Any]  # of kernels, kept by `_step`: by the rank of the keys; with slopes
 
 
 def route_of(rank: int, rows: Rows, needs: list[list[Array]], num_tokens: list[int]) -> Route:
@@ -40,7 +41,7 @@ def route_of(rank: int, rows: Rows, needs: list[list[Array]], num_tokens: list[i
         sent = messages(needs, origin)
         return [_ranges.pair(0, num_tokens[origin]), *sent[1:], _ranges.EMPTY]
 
-    route = Route(rows, [], [])
+    route = Route(rows, [], [], {})
     for step in range(size):  # the keys of rank - step are here, and those of the rank before it come
         here, coming = on_the_way((rank - step) % size), on_the_way((rank - step - 1) % size)
         route.outgoing.append(_ranges.runs(here[step + 1], here[step]))

@@ -76,10 +76,17 @@ class Layout(NamedTuple):
         places: Array = first[self.sequence_of(rank)] + self.positions(rank)
         return places
 
+    def order(self) -> Array:
+        """Return which token lies at each place of the whole packed array, counted rank after rank."""
+        places = np.concatenate([self.places(rank) for rank in range(self.size)])
+        return np.argsort(places, kind="stable")  # places are a few rising runs
+
     def count_below(self, rank: int, sequence: Any, position: Array) -> Array:
         """Return how many of the rank's tokens of a sequence lie below a position, elementwise."""
+        below = np.zeros(np.broadcast_shapes(position.shape, np.shape(sequence)), np.int64)
+        if self.starts.shape[2] == 1:  # numbers, which go with all rows
+            sequence = 0
         start, count = self.starts[:, rank, sequence], self.counts[:, rank, sequence]
-        below = np.zeros(np.broadcast_shapes(position.shape, start.shape[1:]), np.int64)
         for first, num in zip(start, count, strict=True):
             below += np.clip(-((first - position) // self.step), 0, num)
         return below

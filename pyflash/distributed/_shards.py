@@ -133,7 +133,7 @@ def unshard(
         lengths = np.array([np.diff(cu) for cu in borders], np.int64)
     where = layout(schedule, lengths, "shards")
     gathered = _joined(list(shards), axis)
-    order = np.argsort(np.concatenate([where.places(rank) for rank in range(where.size)]), kind="stable")
+    order = where.order()
     whole = rows_at(gathered, order, axis)
     return whole if cu_seqlens is None else (whole, np.concatenate([[0], np.cumsum(where.totals)]))
 

@@ -11,9 +11,9 @@ from .. import _api
 from .._description import Array
 from . import _ranges
 from ._arguments import Arguments
+from ._routes import Route
 from ._schedules import Layout
 from ._states import State, States
-from ._visible import Rows
 
 
 class Held(NamedTuple):
@@ -32,6 +32,13 @@ class Part(NamedTuple):
     keys: tuple[int, int]
     options: dict[str, Any]
     shift: Array | None = None  # (1,) or (batch,)
+
+
+class Packed(NamedTuple):
+    """One call for all packed sequences."""
+
+    cu_seqlens_kv: Array
+    options: dict[str, Any]
 
 
 def spans_or_less(lo: Array, hi: Array, num_keys: int, q_offset: Array | None = None) -> dict[str, Any]:
@@ -67,8 +74,9 @@ class Steps:
         This rank.
     call : Arguments
         Its arguments.
-    rows : Rows
-        What its rows see.
+    route : Route
+        What its rows see. The calls that follow from it are kept with it: they are found out by looking at
+        all rows, which takes a GPU's host longer than the GPU takes for some steps.
     layouts : (Layout, Layout)
         Where queries and keys lie.
     states : States
@@ -76,9 +84,10 @@ class Steps:
     """
 
     def __init__(
-        self, rank: int, call: Arguments, rows: Rows, layouts: tuple[Layout, Layout], states: States
+        self, rank: int, call: Arguments, route: Route, layouts: tuple[Layout, Layout], states: States
     ) -> None:
-        self._rank, self._call, self._rows, self._states = rank, call, rows, states
+        self._rank, self._call, self._rows, self._states = rank, call, route.rows, states
+        self._known = route.calls
         self._queries, self._keys = layouts
         slopes, step = call.alibi_slopes, self._keys.step
         #: Of a step between keys, which is one position or, of stripes, several.
@@ -86,14 +95,20 @@ class Steps:
 
     def attend(self, held: Held) -> State | None:
         """Return the state of all rows over the keys that are held, None if no row sees any."""
+        key = held.rank, self._call.alibi_slopes is not None
+        calls = self._known.get(key)
+        if calls is None:
+            calls = self._known[key] = self._calls(held)
+        return self._all_sequences(held, calls) if isinstance(calls, Packed) else self._run(held, calls)
+
+    def _calls(self, held: Held) -> Packed | list[Part]:
+        """Return the calls of a step, of which all but the arrays is known."""
         if self._call.alibi_slopes is not None:
-            return self._run(held, self._with_slopes(held))
+            return list(self._with_slopes(held))
         lo, hi = self._spans(held)
-        if not (lo < hi).any():
-            return None
-        if self._queries.lengths.shape[1] == 1:
-            return self._run(held, _one_call(lo, hi))
-        return self._all_sequences(held, lo[0], hi[0])
+        if self._queries.lengths.shape[1] == 1 or not (lo < hi).any():
+            return list(_one_call(lo, hi))
+        return self._packed(held, lo[0], hi[0])
 
     def _spans(self, held: Held) -> tuple[Array, Array]:
         """Return what rows see of the keys that are held, as places among those of their sequence."""
@@ -102,22 +117,23 @@ class Steps:
         lo, hi = (_ranges.place(held.ranges, x + first) - start for x in self._rows.on(self._keys, held.rank))
         return lo, hi
 
-    def _all_sequences(self, held: Held, lo: Array, hi: Array) -> State:
-        """Compute packed sequences in one call."""
+    def _packed(self, held: Held, lo: Array, hi: Array) -> Packed:
         cu_seqlens_kv = _ranges.place(held.ranges, self._keys.borders(held.rank))
         num_keys = np.diff(cu_seqlens_kv)[self._rows.sequence]
-        options: dict[str, Any] = dict(spans=(lo, hi))
-        if not lo.any() and (hi == num_keys).all():
-            options = {}
+        sees_all = not lo.any() and (hi == num_keys).all()
+        return Packed(cu_seqlens_kv, {} if sees_all else dict(spans=(lo, hi)))
+
+    def _all_sequences(self, held: Held, packed: Packed) -> State:
+        """Compute packed sequences in one call."""
         state = self._states.new()
         _, lse = _api.flash_attention_varlen(
             self._call.q,
             held.k,
             held.v,
             self._queries.borders(self._rank),
-            cu_seqlens_kv,
+            packed.cu_seqlens_kv,
             **self._call.kernel,
-            **options,
+            **packed.options,
             out=state.out,
             return_lse=True,
         )
@@ -142,7 +158,7 @@ class Steps:
                         yield from _sides(first_key, end, span.start, self._rows.position[:, span], place)
                 token += int(num_keys)
 
-    def _run(self, held: Held, parts: Iterator[Part]) -> State | None:
+    def _run(self, held: Held, parts: list[Part]) -> State | None:
         """Make the calls, and merge where rows have several."""
         state, touched = None, np.zeros(self._states.num_rows, bool)
         for part in parts:

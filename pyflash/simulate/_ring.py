@@ -110,7 +110,7 @@ class _RecordedRing(ring_of_ranks._Ring):
     ) -> None:
         super().__init__(comm, call, layouts, route)
         self._states = self._watched = _RecordedStates(comm, call)
-        self._steps = self._calls = _RecordedSteps(comm.rank, call, route.rows, layouts, self._watched)
+        self._steps = self._calls = _RecordedSteps(comm.rank, call, route, layouts, self._watched)
         self._taken: list[RankStep] = []
 
     def _take(self, tree: RankTree[Found], held: Held) -> None:
