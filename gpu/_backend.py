@@ -243,7 +243,7 @@ def _tiles(args: AttentionArgs, plan: _plan.Plan) -> tuple[int, int, tuple[str, 
 
 
 def _has_map(array: Array) -> bool:
-    """Return whether a tensor map can describe an array that is aligned: no axis repeats or goes backwards."""
+    """Return whether a tensor map can describe an aligned array: no axis repeats or goes backwards."""
     return all(
         0 < n < _MAP_EXTENT and (n == 1 or 0 < stride < _MAP_STRIDE)
         for n, stride in zip(array.shape, array.strides, strict=True)

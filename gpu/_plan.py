@@ -109,8 +109,8 @@ class Step(NamedTuple):
     num_blocks: int
     shared_bytes: int = 0
     fields: tuple[tuple[str, int], ...] = ()  # of pf_call, that this step sets
-    box_rows: int | None = None  # of boxes of k and v for the copy unit; 0: there is room for maps only
     splits: Splits = Splits()
+    box_rows: int | None = None  # of boxes of k and v for the copy unit; 0: there is room for maps only
 
 
 class Plan(NamedTuple):
