@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from .._dtypes import BY_NAME
 from . import _forward_mma, _plan, _splits
 from ._compile import Source
 from ._plan import Plan, Problem, Step, Variant
@@ -97,6 +98,7 @@ def _source(
     expressions: tuple[tuple[str, str], ...] = (),
     *,
     mapped: bool,
+    out_dtype: str,
     **options: Any,
 ) -> Source:
     constants = _forward_mma.constants_of(width, width_v, **options) | {
@@ -106,6 +108,7 @@ def _source(
         "PF_QUERY_STAGES": tiles.query_stages,
         "PF_TURNS": int(tiles.turns),
         "PF_MAPPED": int(mapped),
+        "PF_OUT_TYPE": BY_NAME[out_dtype].code,
         "PF_COPY_REGISTERS": tiles.copy_registers,
         "PF_COMPUTE_REGISTERS": tiles.compute_registers,
     }
@@ -126,7 +129,15 @@ def prefill_step(problem: Problem) -> Step:
     assert tiles is not None, "asked `takes` before"
     width, width_v = width_class(problem.head_dim), width_class(problem.head_dim_v)
     options = _forward_mma.options_of(problem)
-    source = _source(tiles, width, width_v, problem.expressions, mapped=problem.mapped, **options)
+    source = _source(
+        tiles,
+        width,
+        width_v,
+        problem.expressions,
+        mapped=problem.mapped,
+        out_dtype=problem.out_dtype,
+        **options,
+    )
     shared = shared_bytes(tiles, width, width_v, final=_forward_mma.is_final(problem))
     blocks = _splits.Blocks(tiles.rows, tiles.tile, 1, RATE, _forward_mma.is_packed(problem))
     step = _forward_mma.step_of(problem, source, blocks, tiles.threads, shared)
@@ -166,9 +177,13 @@ def variants() -> Iterator[Variant]:
             tiles = _tiles(shape)
             assert tiles is not None
             mapped = not option.get("paged") and option.get("positive_scale", 1) == 1
-            source = _source(tiles, width, width_v, mapped=mapped, bfloat16=True, **option)
+            source = _source(
+                tiles, width, width_v, mapped=mapped, out_dtype="bfloat16", bfloat16=True, **option
+            )
             common = width == width_v == 128 and option in ({}, {"spans": 1})
             yield Variant(source, (CAPABILITY,), 64 if max(width, width_v) <= 128 else 256, common)
     tiles = _tiles(usual)
     assert tiles is not None
-    yield Variant(_source(tiles, 128, 128, mapped=True, bfloat16=False), (CAPABILITY,), 64)
+    yield Variant(
+        _source(tiles, 128, 128, mapped=True, out_dtype="float16", bfloat16=False), (CAPABILITY,), 64
+    )

@@ -43,9 +43,16 @@ PF_DEVICE void pf_store_states(const pf_call &call, const pf_block &block, int64
 /* Rows between 64 elements of a finished row and the next 64, where these do not follow one another. */
 enum { PF_STAGED_ROWS = PF_WGMMA ? PF_ROWS : PF_WARP_ROWS };
 
+/* The type of finished rows; where it is no constant of the kernel, the call's. */
+#ifdef PF_OUT_TYPE
+#define pf_out_type(call) PF_OUT_TYPE
+#else
+#define pf_out_type(call) (call).out.dtype
+#endif
+
 /* Finishes the rows of a warp and writes them. From `staged` on their places in shared memory are the warp's
- * own. */
-PF_DEVICE void pf_store_rows(const pf_call &call, const pf_block &block, int64_t first, unsigned char *staged,
+ * own. Returns a bit for each row that has to be computed once more, with care. */
+PF_DEVICE uint32_t pf_store_rows(const pf_call &call, const pf_block &block, int64_t first, unsigned char *staged,
                              pf_warp_state &state) {
     const pf_sequence &s = block.s;
     const int lane = threadIdx.x % 32;
@@ -77,7 +84,7 @@ PF_DEVICE void pf_store_rows(const pf_call &call, const pf_block &block, int64_t
         again = !PF_FINAL && own_m != -pf_infinity() && fabsf(own_m) > 1e6f;
     }
     uint32_t broken = __ballot_sync(PF_WARP_ALL, again);
-    const bool wide = pf_dtype_size((int32_t)call.out.dtype) > 2;
+    const bool wide = pf_dtype_size((int32_t)pf_out_type(call)) > 2;
 #pragma unroll
     for (int m = 0; m < PF_ROW_TILES; m++)
 #pragma unroll
@@ -103,7 +110,7 @@ PF_DEVICE void pf_store_rows(const pf_call &call, const pf_block &block, int64_t
                 for (int n = 0; n < PF_HEAD_DIM_V / 8; n++) {
                     const float low = state.o[m][n][2 * h], high = state.o[m][n][2 * h + 1];
                     *(uint32_t *)(staged + pf_swizzled<PF_HEAD_DIM_V, PF_STAGED_ROWS>(row, n) + lane % 4 * 4) =
-                        call.out.dtype == PF_BF16 ? pf_pack_bf16(low, high) : pf_pack_f16(low, high);
+                        pf_out_type(call) == PF_BF16 ? pf_pack_bf16(low, high) : pf_pack_f16(low, high);
                 }
             } else {
                 char *out = pf_place(call.out, __shfl_sync(PF_WARP_ALL, own_out, row));
@@ -114,7 +121,7 @@ PF_DEVICE void pf_store_rows(const pf_call &call, const pf_block &block, int64_t
                     if (8 * n < call.head_dim_v) {
                         const int d = 8 * n + lane % 4 * 2;
                         const float low = state.o[m][n][2 * h], high = state.o[m][n][2 * h + 1];
-                        if (call.out.dtype == PF_F64)
+                        if (pf_out_type(call) == PF_F64)
                             *(double2 *)(out + d * 8) = make_double2((double)low, (double)high);
                         else
                             *(float2 *)(out + d * 4) = make_float2(low, high);
@@ -140,10 +147,7 @@ PF_DEVICE void pf_store_rows(const pf_call &call, const pf_block &block, int64_t
         __syncwarp();
     }
     const int64_t left = block.num_rows - first;
-    if (left < PF_WARP_ROWS)
-        broken &= left <= 0 ? 0 : (1u << left) - 1;
-    if (broken)
-        pf_redo_rows(call, s.index, block.head, first, broken);
+    return left >= PF_WARP_ROWS ? broken : left <= 0 ? 0 : broken & ((1u << left) - 1);
 }
 
 /* Kept first tokens are a side of their own, where there are any. */
@@ -292,8 +296,9 @@ PF_DEVICE void pf_clear_state(pf_warp_state &state) {
 }
 
 /* Ends the sums of a warp's rows, the first of which is `first`: writes them, or their states where keys are
- * split. From `staged` on places of finished rows are the warp's own. */
-PF_DEVICE void pf_end_rows(const pf_call &call, const pf_block &block, int64_t first, unsigned char *staged,
+ * split. From `staged` on places of finished rows are the warp's own. Returns a bit for each row that has to
+ * be computed once more. */
+PF_DEVICE uint32_t pf_end_rows(const pf_call &call, const pf_block &block, int64_t first, unsigned char *staged,
                            pf_warp_state &state) {
 #pragma unroll
     for (int m = 0; m < PF_ROW_TILES; m++)
@@ -304,10 +309,10 @@ PF_DEVICE void pf_end_rows(const pf_call &call, const pf_block &block, int64_t f
                 top = pf_floored(top * (float)call.scale);
             state.l[m][h] = pf_quad_sum(state.l[m][h]);
         }
-    if (call.partial)
-        pf_store_states(call, block, first, state);
-    else
-        pf_store_rows(call, block, first, staged, state);
+    if (!call.partial)
+        return pf_store_rows(call, block, first, staged, state);
+    pf_store_states(call, block, first, state);
+    return 0;
 }
 
 #endif

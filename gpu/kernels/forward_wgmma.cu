@@ -75,81 +75,140 @@ PF_DEVICE void pf_pack_weights(const pf_scores &score, uint32_t (&weights)[PF_TI
             weights[n / 2][n % 2 * 2 + h] = pf_pack(score[0][n][2 * h], score[0][n][2 * h + 1]);
 }
 
-/* Begins a tile: its scores, and unless it is the first of all the values of the tile before, while the
- * scores become weights. No branch lies between products and their wait: ptxas would do them one by one. */
-template <bool FIRST>
-PF_DEVICE void pf_tile(const pf_call &call, const pf_block &block, unsigned char *shared, pf_pipe &pipe,
-                       uint64_t q, int side, bool tested, int tile, float unit, pf_group_state &group) {
-    pf_scores score;
-    float (&flat)[PF_TILE / 2] = *(float (*)[PF_TILE / 2]) & score[0][0][0];
-    float (&o)[PF_HEAD_DIM_V / 2] = *(float (*)[PF_HEAD_DIM_V / 2]) & group.rows.o[0][0][0];
-    pf_barrier_wait(&pipe.keys_full[group.keys.stage], group.keys.parity);
-    if (!PF_MAPPED || tested) /* a tile that needs no test is whole */
-        pf_fence_async();
-    if (PF_TURNS)
-        pf_group_sync(PF_TURN + group.number, PF_TURN_THREADS);
-    pf_begin_scores(flat, q, pf_further(group.k, group.keys.stage * PF_K_BYTES));
-    if (!FIRST) {
-        pf_await_values(pipe, group, !PF_MAPPED); /* the last tile alone may not be whole */
-        pf_begin_values(o, group.weights, pf_further(group.v, group.values.stage * PF_V_BYTES));
-    }
-    if (PF_TURNS)
-        pf_group_arrive(PF_TURN + (group.number + 1) % PF_GROUPS, PF_TURN_THREADS);
-    pf_wgmma_wait<FIRST ? 0 : 1>();
-    pf_wgmma_settled(flat);
-    pf_used(&pipe.keys_empty[group.keys.stage]);
-    pf_next(group.keys);
-    pf_weights w;
-    pf_finish(call, block, shared, side, tested, tile * PF_TILE, score, w);
+/* Scores of a tile become weights; sums that they are to be added to are not touched. */
+PF_DEVICE void pf_weigh_tile(const pf_call &call, const pf_block &block, unsigned char *aside, int side,
+                             bool tested, int tile, float unit, pf_group_state &group, pf_scores &score,
+                             pf_weights &w) {
+    pf_finish(call, block, aside, side, tested, tile * PF_TILE, score, w);
     pf_find_tops(group.rows, score, unit, w);
     pf_exponentiate(score, unit, w);
     pf_add_sums(group.rows, w);
-    if (!FIRST) {
-        pf_wgmma_wait<0>();
-        pf_wgmma_settled(o);
-        pf_used(&pipe.values_empty[group.values.stage]);
-        pf_next(group.values);
-        pf_rescale(group.rows, w);
-    }
-    pf_pack_weights(score, group.weights);
 }
 
-/* All tiles of a block. `aside` is what lies beside the block. */
-PF_DEVICE void pf_compute_tiles(const pf_call &call, const pf_block &block, unsigned char *aside,
-                                pf_pipe &pipe, uint64_t q, float unit, pf_group_state &group) {
-    bool begun = false;
-    for (int side = pf_first_side(block); side < PF_NUM_SIDES; side++) {
-        int tile = block.begin[side];
-        if (tile < block.end[side] && !begun) {
-            const bool tested = !pf_is_full(block, side, tile);
-            pf_tile<true>(call, block, aside, pipe, q, side, tested, tile++, unit, group);
-            begun = true;
-        }
-        while (tile < block.end[side]) {
-#pragma unroll 1
-            for (; tile < block.end[side] && !pf_is_full(block, side, tile); tile++)
-                pf_tile<false>(call, block, aside, pipe, q, side, true, tile, unit, group);
-#pragma unroll 1
-            for (; tile < block.end[side] && tile < block.full_end[side]; tile++)
-                pf_tile<false>(call, block, aside, pipe, q, side, false, tile, unit, group);
-        }
-    }
-    if (!begun)
-        return;
-    float (&o)[PF_HEAD_DIM_V / 2] = *(float (*)[PF_HEAD_DIM_V / 2]) & group.rows.o[0][0][0];
-    pf_await_values(pipe, group, true);
-    pf_begin_values(o, group.weights, pf_further(group.v, group.values.stage * PF_V_BYTES));
-    pf_wgmma_wait<0>();
-    pf_wgmma_settled(o);
+PF_DEVICE void pf_await_keys(pf_pipe &pipe, const pf_group_state &group, bool fence) {
+    pf_barrier_wait(&pipe.keys_full[group.keys.stage], group.keys.parity);
+    if (fence)
+        pf_fence_async();
+}
+
+PF_DEVICE void pf_await_turn(const pf_group_state &group) {
+    if (PF_TURNS)
+        pf_group_sync(PF_TURN + group.number, PF_TURN_THREADS);
+}
+
+PF_DEVICE void pf_give_turn(const pf_group_state &group) {
+    if (PF_TURNS)
+        pf_group_arrive(PF_TURN + (group.number + 1) % PF_GROUPS, PF_TURN_THREADS);
+}
+
+PF_DEVICE float (&pf_flat(pf_scores &score))[PF_TILE / 2] {
+    return *(float (*)[PF_TILE / 2]) & score[0][0][0];
+}
+
+PF_DEVICE float (&pf_sums(pf_group_state &group))[PF_HEAD_DIM_V / 2] {
+    return *(float (*)[PF_HEAD_DIM_V / 2]) & group.rows.o[0][0][0];
+}
+
+PF_DEVICE void pf_begin_own_scores(pf_scores &score, uint64_t q, const pf_group_state &group) {
+    pf_begin_scores(pf_flat(score), q, pf_further(group.k, group.keys.stage * PF_K_BYTES));
+}
+
+PF_DEVICE void pf_begin_own_values(pf_group_state &group) {
+    pf_begin_values(pf_sums(group), group.weights, pf_further(group.v, group.values.stage * PF_V_BYTES));
+}
+
+PF_DEVICE void pf_end_keys(pf_pipe &pipe, pf_group_state &group) {
+    pf_used(&pipe.keys_empty[group.keys.stage]);
+    pf_next(group.keys);
+}
+
+PF_DEVICE void pf_end_values(pf_pipe &pipe, pf_group_state &group) {
+    pf_wgmma_settled(pf_sums(group));
     pf_used(&pipe.values_empty[group.values.stage]);
     pf_next(group.values);
 }
 
-PF_DEVICE void pf_compute_blocks(const pf_call &call, unsigned char *shared, pf_pipe &pipe) {
+/* A tile that is not the first: its scores and the values of the tile before are under way together, the
+ * latter still while scores become weights. No branch lies between products and their wait: ptxas would do
+ * them one by one. */
+PF_DEVICE void pf_tile(const pf_call &call, const pf_block &block, unsigned char *aside, pf_pipe &pipe,
+                       uint64_t q, int side, bool tested, int tile, float unit, pf_group_state &group) {
+    pf_scores score;
+    pf_weights w;
+    pf_await_keys(pipe, group, !PF_MAPPED || tested); /* a tile that needs no test is whole */
+    pf_await_turn(group);
+    pf_begin_own_scores(score, q, group);
+    pf_await_values(pipe, group, !PF_MAPPED); /* the last tile alone may not be whole */
+    pf_begin_own_values(group);
+    pf_give_turn(group);
+    pf_wgmma_wait<1>();
+    pf_wgmma_settled(pf_flat(score));
+    pf_end_keys(pipe, group);
+    pf_weigh_tile(call, block, aside, side, tested, tile, unit, group, score, w);
+    pf_wgmma_wait<0>();
+    pf_end_values(pipe, group);
+    pf_rescale(group.rows, w);
+    pf_pack_weights(score, group.weights);
+}
+
+/* The tiles of a block, of whose first one the scores are under way; the values of the last one are left. */
+PF_DEVICE void pf_compute_tiles(const pf_call &call, const pf_block &block, unsigned char *aside,
+                                pf_pipe &pipe, uint64_t q, float unit, pf_group_state &group,
+                                pf_scores &score) {
+    int side = pf_first_side(block);
+    while (block.begin[side] >= block.end[side])
+        side++;
+    int tile = block.begin[side];
+    pf_weights w;
+    pf_weigh_tile(call, block, aside, side, !pf_is_full(block, side, tile), tile, unit, group, score, w);
+    pf_pack_weights(score, group.weights);
+    tile++;
+    for (;;) {
+        while (tile < block.end[side]) {
+#pragma unroll 1
+            for (; tile < block.end[side] && !pf_is_full(block, side, tile); tile++)
+                pf_tile(call, block, aside, pipe, q, side, true, tile, unit, group);
+#pragma unroll 1
+            for (; tile < block.end[side] && tile < block.full_end[side]; tile++)
+                pf_tile(call, block, aside, pipe, q, side, false, tile, unit, group);
+        }
+        if (++side == PF_NUM_SIDES)
+            break;
+        tile = block.begin[side];
+    }
+}
+
+/* Rows that have to be computed once more. */
+struct pf_redo {
+    int64_t sequence, head, first;
+    uint32_t rows;
+};
+
+/* Writes the rows of a block whose sums are complete. */
+PF_DEVICE void pf_end_block(const pf_call &call, const pf_block &block, unsigned char *queries, pf_pipe &pipe,
+                            int stage, pf_group_state &group, pf_redo &redo) {
     const int warp = threadIdx.x / 32 - PF_FIRST_WARP;
+    pf_group_sync(PF_OWN + group.number, 128); /* finished rows take the place of their queries */
+    redo.first = block.first + warp * PF_WARP_ROWS;
+    redo.sequence = block.s.index;
+    redo.head = block.head;
+    redo.rows =
+        pf_end_rows(call, block, redo.first, queries + warp * (PF_WARP_ROWS * 128), group.rows);
+    __syncwarp();
+    pf_used(&pipe.blocks_empty[stage]);
+}
+
+/* Not while products are under way: ptxas would do all of them one by one for a function that is called. */
+PF_DEVICE void pf_redo_broken(const pf_call &call, const pf_redo &redo) {
+    if (redo.rows)
+        pf_redo_rows(call, redo.sequence, redo.head, redo.first, redo.rows);
+}
+
+/* Block by block. The first scores of the next block are under way while the rows of one are written. */
+PF_DEVICE void pf_compute_blocks(const pf_call &call, unsigned char *shared, pf_pipe &pipe) {
     const float unit = PF_FINAL ? (float)PF_LOG2_E : (float)(call.scale * PF_LOG2_E);
     pf_group_state group;
-    group.number = __shfl_sync(PF_WARP_ALL, warp / 4, 0); /* known to be the same for a warp */
+    group.number = __shfl_sync(PF_WARP_ALL, (threadIdx.x / 32 - PF_FIRST_WARP) / 4, 0); /* all lanes' */
     group.q = pf_factor(shared + group.number * (64 * 128), 16, 1024);
     group.k = pf_factor(shared + PF_K_AT, 16, 1024);
     group.v = pf_factor(shared + PF_V_AT, PF_TILE * 128, 1024);
@@ -157,22 +216,51 @@ PF_DEVICE void pf_compute_blocks(const pf_call &call, unsigned char *shared, pf_
     if (PF_TURNS && group.number == PF_GROUPS - 1) /* the first turn is the first warpgroup's */
         pf_group_arrive(PF_TURN, PF_TURN_THREADS);
     pf_block_ring ring = {0, 0};
+    pf_redo redo = {0, 0, 0, 0};
+    pf_scores score;
+    pf_barrier_wait(&pipe.blocks_ready[0], 0);
+    pf_fence_async();
+    if (pf_block_at(shared, ring).num_rows == 0)
+        return;
+    pf_await_keys(pipe, group, true);
+    pf_await_turn(group);
+    pf_begin_own_scores(score, group.q, group);
+    pf_give_turn(group);
 #pragma unroll 1
-    for (;; pf_next(ring)) {
+    for (;;) {
+        const pf_block &block = pf_block_at(shared, ring);
+        const int stage = ring.stage;
+        pf_wgmma_wait<0>();
+        pf_wgmma_settled(pf_flat(score));
+        pf_end_keys(pipe, group);
+        pf_redo_broken(call, redo);
+        pf_clear_state(group.rows);
+        pf_compute_tiles(call, block, shared + PF_ASIDE_BYTES * stage, pipe,
+                         pf_further(group.q, stage * PF_Q_BYTES), unit, group, score);
+        pf_await_values(pipe, group, true);
+        if (PF_QUERY_STAGES == 1)
+            break;
+        pf_next(ring);
         pf_barrier_wait(&pipe.blocks_ready[ring.stage], ring.parity);
         pf_fence_async();
-        const pf_block &block = pf_block_at(shared, ring);
-        if (block.num_rows == 0)
+        if (pf_block_at(shared, ring).num_rows == 0)
             break;
-        pf_clear_state(group.rows);
-        pf_compute_tiles(call, block, shared + ring.stage * PF_ASIDE_BYTES, pipe,
-                         pf_further(group.q, ring.stage * PF_Q_BYTES), unit, group);
-        pf_group_sync(PF_OWN + group.number, 128); /* finished rows take the place of their queries */
-        pf_end_rows(call, block, block.first + warp * PF_WARP_ROWS,
-                    shared + ring.stage * PF_Q_BYTES + warp * (PF_WARP_ROWS * 128), group.rows);
-        __syncwarp();
-        pf_used(&pipe.blocks_empty[ring.stage]);
+        pf_await_keys(pipe, group, true);
+        pf_await_turn(group);
+        pf_begin_own_values(group);
+        pf_begin_own_scores(score, pf_further(group.q, ring.stage * PF_Q_BYTES), group);
+        pf_give_turn(group);
+        pf_wgmma_wait<1>();
+        pf_end_values(pipe, group);
+        pf_end_block(call, block, shared + stage * PF_Q_BYTES, pipe, stage, group, redo);
     }
+    const int stage = PF_QUERY_STAGES == 1 ? 0 : (ring.stage + PF_QUERY_STAGES - 1) % PF_QUERY_STAGES;
+    pf_begin_own_values(group);
+    pf_wgmma_wait<0>();
+    pf_end_values(pipe, group);
+    pf_end_block(call, *(const pf_block *)(shared + PF_BLOCK_AT + stage * PF_ASIDE_BYTES),
+                 shared + stage * PF_Q_BYTES, pipe, stage, group, redo);
+    pf_redo_broken(call, redo);
 }
 
 extern "C" __global__ void __launch_bounds__(PF_THREADS, 1)

@@ -182,7 +182,17 @@ PF_DEVICE bool pf_next_work(const pf_call &call, uint32_t &round, pf_work &work)
     return true;
 }
 
-/* One warp finds blocks and brings their queries; a block without rows is the end. */
+/* A block has at least one tile, be it one that no row sees: those that compute then begin all blocks alike. */
+PF_DEVICE void pf_give_a_tile(pf_block &block) {
+    for (int side = pf_first_side(block); side < PF_NUM_SIDES; side++)
+        if (block.begin[side] < block.end[side])
+            return;
+    block.begin[PF_WINDOW_KEYS] = block.full_begin[PF_WINDOW_KEYS] = block.full_end[PF_WINDOW_KEYS] = 0;
+    block.end[PF_WINDOW_KEYS] = 1;
+}
+
+/* One warp finds blocks and brings their queries; a block without rows is the end. Without a second place
+ * for queries there is one block. */
 PF_DEVICE void pf_find_blocks(const pf_call &call, unsigned char *shared, pf_pipe &pipe) {
     pf_block_ring ring = {0, 1}; /* the phase before the first: stages begin empty */
     uint32_t round = 0;
@@ -203,6 +213,9 @@ PF_DEVICE void pf_find_blocks(const pf_call &call, unsigned char *shared, pf_pip
         if (found)
             pf_find_tiles(call, block);
         __syncwarp();
+        if (found && threadIdx.x % 32 == 0)
+            pf_give_a_tile(block);
+        __syncwarp();
         if (found && __any_sync(PF_WARP_ALL, pf_finds_bad(call, block.s, threadIdx.x % 32, 32))) {
             pf_store_bad_rows(call, block);
             __syncwarp();
@@ -213,6 +226,8 @@ PF_DEVICE void pf_find_blocks(const pf_call &call, unsigned char *shared, pf_pip
             pf_copy_query_rows(call, block, shared + ring.stage * PF_Q_BYTES);
         pf_cp_async_arrive(&pipe.blocks_ready[ring.stage]);
         pf_next(ring);
+        if (PF_QUERY_STAGES == 1)
+            break;
     }
 }
 
@@ -223,8 +238,8 @@ PF_DEVICE void pf_look_at_blocks(const pf_call &call, unsigned char *shared, pf_
     for (pf_block_ring ring = {0, 0}; any; pf_next(ring)) {
         const pf_block &block = pf_block_at(shared, ring);
         pf_barrier_wait(&pipe.blocks_found[ring.stage], ring.parity);
-        any = block.num_rows > 0;
-        if (any)
+        any = block.num_rows > 0 && PF_QUERY_STAGES > 1;
+        if (block.num_rows > 0)
             pf_look_at_rows(call, block, shared + ring.stage * PF_ASIDE_BYTES);
         pf_barrier_arrive(&pipe.blocks_ready[ring.stage]);
         __syncwarp();
@@ -305,6 +320,8 @@ PF_DEVICE void pf_copy_stream(const pf_call &call, const pf_tensor &t, const pf_
                 pf_next(ring);
             }
         }
+        if (PF_QUERY_STAGES == 1)
+            break;
         __syncwarp();
         pf_used(&pipe.blocks_empty[blocks.stage]);
     }
