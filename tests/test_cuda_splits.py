@@ -71,8 +71,8 @@ def test_a_last_wave_of_few_blocks_is_cut():
     """144 blocks would take twice as long as 132."""
     problem = CHUNK._replace(hopper=True, num_queries=2304, max_seqlen_q=2304)
     plan = _choose.plan(problem)
-    assert plan.steps[0].num_blocks == 144 * plan.splits.max_splits
-    waves = plan.steps[0].num_blocks / 132
+    assert plan.steps[0].num_blocks == 132  # each takes several
+    waves = 144 * plan.splits.max_splits / 132
     assert np.ceil(waves) / waves < 1.2
 
 

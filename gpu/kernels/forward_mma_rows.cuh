@@ -7,7 +7,8 @@
 /* Rows of a warp once more, with care; the rare case, kept out of the kernel's registers. */
 static __device__ __noinline__ void pf_redo_rows(const pf_call &call, int64_t sequence, int64_t head,
                                                  int64_t first, uint32_t rows) {
-    const pf_block block = {pf_get_sequence(call, sequence), first, 0, head, 0, 0, {}, {}, {}, {}, {}, {}};
+    const pf_block block = {
+        pf_get_sequence(call, sequence), first, 0, head, 0, 0, {}, {}, nullptr, 0, 0, {}, {}, {}, {}};
     for (int r = 0; r < PF_WARP_ROWS; r++)
         if (rows >> r & 1)
             pf_careful_row(call, block.s, pf_head_of(block, first + r), pf_query_of(block, first + r));
@@ -43,17 +44,22 @@ PF_DEVICE void pf_store_states(const pf_call &call, const pf_block &block, int64
 /* Rows between 64 elements of a finished row and the next 64, where these do not follow one another. */
 enum { PF_STAGED_ROWS = PF_WGMMA ? PF_ROWS : PF_WARP_ROWS };
 
-/* The type of finished rows; where it is no constant of the kernel, the call's. */
-#ifdef PF_OUT_TYPE
-#define pf_out_type(call) PF_OUT_TYPE
-#else
-#define pf_out_type(call) (call).out.dtype
-#endif
+PF_DEVICE char *pf_out_of(const pf_call &call, const pf_sequence &s, int64_t head, int64_t i) {
+    return (char *)call.out.data + pf_query_offset(call.out, s, head, i) * pf_dtype_size(pf_out_type(call));
+}
+
+/* Where a row's outputs are; each lane knows its own row's. What is in shared memory is nearer than what is
+ * in the call. */
+PF_DEVICE char *pf_out_of_row(const pf_block &block, int64_t first, int row, char *own) {
+    if (PF_PACKED)
+        return (char *)__shfl_sync(PF_WARP_ALL, (long long)own, row);
+    return block.out + (first - block.first + row) * block.out_step;
+}
 
 /* Finishes the rows of a warp and writes them. From `staged` on their places in shared memory are the warp's
  * own. Returns a bit for each row that has to be computed once more, with care. */
-PF_DEVICE uint32_t pf_store_rows(const pf_call &call, const pf_block &block, int64_t first, unsigned char *staged,
-                             pf_warp_state &state) {
+PF_DEVICE uint32_t pf_store_rows(const pf_call &call, const pf_block &block, int64_t first,
+                                 unsigned char *staged, pf_warp_state &state) {
     const pf_sequence &s = block.s;
     const int lane = threadIdx.x % 32;
     /* Lane r finishes row r: log-sum-exp and the factor of its output. */
@@ -70,21 +76,24 @@ PF_DEVICE uint32_t pf_store_rows(const pf_call &call, const pf_block &block, int
             }
         }
     float own_factor = 0;
-    int64_t own_out = 0;
+    char *own_out = nullptr;
     bool again = false;
     if (lane < PF_WARP_ROWS && first + lane < block.num_rows) {
         const int64_t i = pf_query_of(block, first + lane), head = pf_head_of(block, first + lane);
-        own_out = pf_query_offset(call.out, s, head, i);
-        if (call.sinks.data)
-            own_factor = (float)pf_output_factor((double)own_m, (double)own_l, pf_sink_of(call, head));
-        else
-            own_factor = own_m == -pf_infinity() ? 0 : __frcp_rn(own_l);
-        pf_store_lse(call, s, head, i, (double)own_m, (double)own_l);
+        if (PF_PACKED)
+            own_out = pf_out_of(call, s, head, i);
+        own_factor = own_m == -pf_infinity() ? 0 : __frcp_rn(own_l);
+        if (!block.plain) {
+            if (call.sinks.data)
+                own_factor = (float)pf_output_factor((double)own_m, (double)own_l, pf_sink_of(call, head));
+            pf_store_lse(call, s, head, i, (double)own_m, (double)own_l);
+        }
         /* Exponents so large that rounding them would show. */
         again = !PF_FINAL && own_m != -pf_infinity() && fabsf(own_m) > 1e6f;
     }
     uint32_t broken = __ballot_sync(PF_WARP_ALL, again);
-    const bool wide = pf_dtype_size((int32_t)pf_out_type(call)) > 2;
+    const bool wide = pf_dtype_size(pf_out_type(call)) > 2;
+    const int width = block.values.width;
 #pragma unroll
     for (int m = 0; m < PF_ROW_TILES; m++)
 #pragma unroll
@@ -102,23 +111,24 @@ PF_DEVICE uint32_t pf_store_rows(const pf_call &call, const pf_block &block, int
                     state.o[m][n][e] = x;
                 }
             const uint32_t lanes = __ballot_sync(PF_WARP_ALL, worst != 0);
-#pragma unroll
-            for (int g = 0; g < 8; g++)
-                broken |= (uint32_t)((lanes >> 4 * g & 15) != 0) << (16 * m + 8 * h + g);
+            if (lanes)
+                for (int g = 0; g < 8; g++)
+                    broken |= (uint32_t)((lanes >> 4 * g & 15) != 0) << (16 * m + 8 * h + g);
             if (!wide) {
 #pragma unroll
                 for (int n = 0; n < PF_HEAD_DIM_V / 8; n++) {
                     const float low = state.o[m][n][2 * h], high = state.o[m][n][2 * h + 1];
-                    *(uint32_t *)(staged + pf_swizzled<PF_HEAD_DIM_V, PF_STAGED_ROWS>(row, n) + lane % 4 * 4) =
+                    *(uint32_t *)(staged + pf_swizzled<PF_HEAD_DIM_V, PF_STAGED_ROWS>(row, n) +
+                                  lane % 4 * 4) =
                         pf_out_type(call) == PF_BF16 ? pf_pack_bf16(low, high) : pf_pack_f16(low, high);
                 }
             } else {
-                char *out = pf_place(call.out, __shfl_sync(PF_WARP_ALL, own_out, row));
+                char *out = pf_out_of_row(block, first, row, own_out);
                 if (first + row >= block.num_rows)
                     continue;
 #pragma unroll
                 for (int n = 0; n < PF_HEAD_DIM_V / 8; n++)
-                    if (8 * n < call.head_dim_v) {
+                    if (8 * n < width) {
                         const int d = 8 * n + lane % 4 * 2;
                         const float low = state.o[m][n][2 * h], high = state.o[m][n][2 * h + 1];
                         if (pf_out_type(call) == PF_F64)
@@ -135,11 +145,11 @@ PF_DEVICE uint32_t pf_store_rows(const pf_call &call, const pf_block &block, int
 #pragma unroll
         for (int next = 0; next < PF_WARP_ROWS; next += pieces::ROWS) {
             const int row = next + at;
-            char *out = pf_place(call.out, __shfl_sync(PF_WARP_ALL, own_out, row));
+            char *out = pf_out_of_row(block, first, row, own_out);
 #pragma unroll
             for (int i = 0; i < pieces::REPEAT; i++) {
                 const int p = piece + i * pieces::LANES;
-                if (first + row < block.num_rows && p * 8 < call.head_dim_v)
+                if (first + row < block.num_rows && p * 8 < width)
                     *(uint4 *)(out + p * 16) =
                         *(const uint4 *)(staged + pf_swizzled<PF_HEAD_DIM_V, PF_STAGED_ROWS>(row, p));
             }
@@ -167,8 +177,8 @@ PF_DEVICE void pf_find_tiles(const pf_call &call, pf_block &block) {
     const int lo = (int)own.lo, hi = (int)own.hi;
     const int last_lo = __shfl_xor_sync(PF_WARP_ALL, lo, 1), last_hi = __shfl_xor_sync(PF_WARP_ALL, hi, 1);
     const pf_span seen = {lo, max(lo, last_hi)};
-    const pf_span keys = call.max_splits > 1 ? pf_split_of(call, block.s, block.split, seen, PF_TILE)
-                                             : pf_span{0, num_keys};
+    const pf_span keys =
+        call.max_splits > 1 ? pf_split_of(call, block.s, block.split, seen, PF_TILE) : pf_span{0, num_keys};
     const pf_span any = pf_clip(seen, keys.lo, keys.hi);
     const pf_span all = pf_clip({last_lo, max(last_lo, hi)}, keys.lo, keys.hi);
     if (lane % 2 == 0 && lane < 2 * PF_NUM_SIDES) {
@@ -208,6 +218,9 @@ PF_DEVICE pf_block pf_get_block(const pf_call &call, const pf_work &work) {
             kv_head,
             pf_get_stream(call, call.k, work.s, kv_head, call.head_dim),
             pf_get_stream(call, call.v, work.s, kv_head, call.head_dim_v),
+            PF_PACKED ? nullptr : pf_out_of(call, work.s, item.head, work.first),
+            call.out.stride_token * pf_dtype_size(pf_out_type(call)),
+            !call.partial && !call.lse.data && !call.sinks.data,
             {},
             {},
             {},
@@ -230,7 +243,8 @@ PF_DEVICE void pf_store_bad_rows(const pf_call &call, const pf_block &block) {
 PF_DEVICE bool pf_begin(const pf_call &call, pf_block &block) {
     pf_work work;
     const int64_t heads = PF_PACKED ? call.num_kv_heads : call.num_heads;
-    if (!pf_get_work(call, pf_get_item_in_sections(call, blockIdx.x, gridDim.x, heads, call.max_splits), work))
+    if (!pf_get_work(call, pf_get_item_in_sections(call, blockIdx.x, gridDim.x, heads, call.max_splits),
+                     work))
         return false;
     if (threadIdx.x < 32) {
         if (threadIdx.x == 0)
@@ -296,20 +310,20 @@ PF_DEVICE void pf_clear_state(pf_warp_state &state) {
 }
 
 /* Ends the sums of a warp's rows, the first of which is `first`: writes them, or their states where keys are
- * split. From `staged` on places of finished rows are the warp's own. Returns a bit for each row that has to
- * be computed once more. */
-PF_DEVICE uint32_t pf_end_rows(const pf_call &call, const pf_block &block, int64_t first, unsigned char *staged,
-                           pf_warp_state &state) {
+ * split. `scale` is what products are multiplied by. From `staged` on places of finished rows are the warp's
+ * own. Returns a bit for each row that has to be computed once more. */
+PF_DEVICE uint32_t pf_end_rows(const pf_call &call, const pf_block &block, int64_t first,
+                               unsigned char *staged, float scale, pf_warp_state &state) {
 #pragma unroll
     for (int m = 0; m < PF_ROW_TILES; m++)
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             float &top = state.m[m][h];
             if (!PF_FINAL && top != -pf_infinity())
-                top = pf_floored(top * (float)call.scale);
+                top = pf_floored(top * scale);
             state.l[m][h] = pf_quad_sum(state.l[m][h]);
         }
-    if (!call.partial)
+    if (block.plain || !call.partial)
         return pf_store_rows(call, block, first, staged, state);
     pf_store_states(call, block, first, state);
     return 0;

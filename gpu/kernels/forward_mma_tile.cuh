@@ -34,8 +34,8 @@ enum {
     PF_THREADS = 32 * (PF_WARPS + PF_FIRST_WARP),
     PF_WARP_ROWS = 16 * PF_ROW_TILES,
     PF_ROWS = PF_WARPS * PF_WARP_ROWS,
-    /* Tiles in shared memory, in bytes from its begin. Finished rows take their place; where there are several
-     * blocks, that of their queries alone. */
+    /* Tiles in shared memory, in bytes from its begin. Finished rows take their place; where there are
+     * several blocks, that of their queries alone. */
     PF_Q_BYTES = PF_ROWS * 2 * (PF_WGMMA && PF_HEAD_DIM_V > PF_HEAD_DIM ? PF_HEAD_DIM_V : PF_HEAD_DIM),
     PF_K_AT = PF_QUERY_STAGES * PF_Q_BYTES,
     PF_K_BYTES = PF_TILE * PF_HEAD_DIM * 2,
@@ -61,6 +61,13 @@ struct pf_row_terms {
     int32_t head;
 };
 
+/* The type of finished rows; where it is no constant of the kernel, the call's. */
+#ifdef PF_OUT_TYPE
+#define pf_out_type(call) PF_OUT_TYPE
+#else
+#define pf_out_type(call) ((int32_t)(call).out.dtype)
+#endif
+
 /* Keys or values of one head. */
 struct pf_stream {
     const char *data; /* of key 0, unless paged */
@@ -75,6 +82,9 @@ struct pf_block {
     int64_t head;            /* of the keys where PF_PACKED */
     int64_t split, kv_head;
     pf_stream keys, values;
+    char *out;        /* of its first row, */
+    int64_t out_step; /* and bytes from row to row, unless PF_PACKED */
+    int32_t plain;    /* whether finished rows are all that is written, and no sinks are among their keys */
     int32_t keys_lo[PF_NUM_SIDES], keys_hi[PF_NUM_SIDES]; /* of the split */
     /* Tiles [begin, end) of each side; those in [full_begin, full_end) need no test. */
     int32_t begin[PF_NUM_SIDES], end[PF_NUM_SIDES], full_begin[PF_NUM_SIDES], full_end[PF_NUM_SIDES];

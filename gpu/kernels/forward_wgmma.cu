@@ -2,16 +2,17 @@
  * stays in shared memory (wgmma), and a warpgroup that does nothing but copy.
  *
  * Warps of the first warpgroup find blocks of rows, bring queries, and keys and values tile by tile, as far
- * ahead as there are stages. Each of the other warpgroups has 64 rows. While it turns scores into weights, the products of the weights before with
- * their values are under way, and so are the other warpgroup's. Stages pass through barriers in shared
- * memory: "full" when they have come, "empty" when all warps have used them.
+ * ahead as there are stages. Each of the other warpgroups has 64 rows. While it turns scores into weights,
+ * the products of the weights before with their values are under way, and so are the other warpgroup's.
+ * Stages pass through barriers in shared memory: "full" when they have come, "empty" when all warps have used
+ * them.
  *
  * Where there are more blocks of rows than multiprocessors, each of these takes several, and the next one's
  * queries, keys and values come while the one before is finished.
  *
  * Whole tiles of keys and values come by the copy unit (TMA), by maps of the tensors that the host makes
- * (PF_MAPPED). Pages, the last tile of a sequence and tensors that no map describes come by copies of 16 bytes
- * a thread; those, and only those, need a fence before products read what they have brought. */
+ * (PF_MAPPED). Pages, the last tile of a sequence and tensors that no map describes come by copies of 16
+ * bytes a thread; those, and only those, need a fence before products read what they have brought. */
 #define PF_WGMMA 1
 #define PF_ROW_TILES 1
 #include "forward_wgmma_copy.cuh"
@@ -101,13 +102,11 @@ PF_DEVICE void pf_give_turn(const pf_group_state &group) {
         pf_group_arrive(PF_TURN + (group.number + 1) % PF_GROUPS, PF_TURN_THREADS);
 }
 
-PF_DEVICE float (&pf_flat(pf_scores &score))[PF_TILE / 2] {
-    return *(float (*)[PF_TILE / 2]) & score[0][0][0];
-}
+PF_DEVICE float (&pf_flat(pf_scores &score))
+    [PF_TILE / 2] { return *(float (*)[PF_TILE / 2]) & score[0][0][0]; }
 
-PF_DEVICE float (&pf_sums(pf_group_state &group))[PF_HEAD_DIM_V / 2] {
-    return *(float (*)[PF_HEAD_DIM_V / 2]) & group.rows.o[0][0][0];
-}
+PF_DEVICE float (&pf_sums(pf_group_state &group))
+    [PF_HEAD_DIM_V / 2] { return *(float (*)[PF_HEAD_DIM_V / 2]) & group.rows.o[0][0][0]; }
 
 PF_DEVICE void pf_begin_own_scores(pf_scores &score, uint64_t q, const pf_group_state &group) {
     pf_begin_scores(pf_flat(score), q, pf_further(group.k, group.keys.stage * PF_K_BYTES));
@@ -186,14 +185,14 @@ struct pf_redo {
 
 /* Writes the rows of a block whose sums are complete. */
 PF_DEVICE void pf_end_block(const pf_call &call, const pf_block &block, unsigned char *queries, pf_pipe &pipe,
-                            int stage, pf_group_state &group, pf_redo &redo) {
+                            int stage, float scale, pf_group_state &group, pf_redo &redo) {
     const int warp = threadIdx.x / 32 - PF_FIRST_WARP;
     pf_group_sync(PF_OWN + group.number, 128); /* finished rows take the place of their queries */
     redo.first = block.first + warp * PF_WARP_ROWS;
     redo.sequence = block.s.index;
     redo.head = block.head;
     redo.rows =
-        pf_end_rows(call, block, redo.first, queries + warp * (PF_WARP_ROWS * 128), group.rows);
+        pf_end_rows(call, block, redo.first, queries + warp * (PF_WARP_ROWS * 128), scale, group.rows);
     __syncwarp();
     pf_used(&pipe.blocks_empty[stage]);
 }
@@ -207,6 +206,7 @@ PF_DEVICE void pf_redo_broken(const pf_call &call, const pf_redo &redo) {
 /* Block by block. The first scores of the next block are under way while the rows of one are written. */
 PF_DEVICE void pf_compute_blocks(const pf_call &call, unsigned char *shared, pf_pipe &pipe) {
     const float unit = PF_FINAL ? (float)PF_LOG2_E : (float)(call.scale * PF_LOG2_E);
+    const float scale = (float)call.scale;
     pf_group_state group;
     group.number = __shfl_sync(PF_WARP_ALL, (threadIdx.x / 32 - PF_FIRST_WARP) / 4, 0); /* all lanes' */
     group.q = pf_factor(shared + group.number * (64 * 128), 16, 1024);
@@ -252,14 +252,14 @@ PF_DEVICE void pf_compute_blocks(const pf_call &call, unsigned char *shared, pf_
         pf_give_turn(group);
         pf_wgmma_wait<1>();
         pf_end_values(pipe, group);
-        pf_end_block(call, block, shared + stage * PF_Q_BYTES, pipe, stage, group, redo);
+        pf_end_block(call, block, shared + stage * PF_Q_BYTES, pipe, stage, scale, group, redo);
     }
     const int stage = PF_QUERY_STAGES == 1 ? 0 : (ring.stage + PF_QUERY_STAGES - 1) % PF_QUERY_STAGES;
     pf_begin_own_values(group);
     pf_wgmma_wait<0>();
     pf_end_values(pipe, group);
     pf_end_block(call, *(const pf_block *)(shared + PF_BLOCK_AT + stage * PF_ASIDE_BYTES),
-                 shared + stage * PF_Q_BYTES, pipe, stage, group, redo);
+                 shared + stage * PF_Q_BYTES, pipe, stage, scale, group, redo);
     pf_redo_broken(call, redo);
 }
 

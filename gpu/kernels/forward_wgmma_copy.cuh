@@ -86,14 +86,15 @@ template <int WIDTH, int ROWS> PF_DEVICE uint32_t pf_first_piece() {
 
 /* Starts the copy of a lane's pieces of row `row` and the next, which is where the first lanes are. */
 template <int WIDTH, int ROWS>
-PF_DEVICE void pf_copy_pieces(unsigned char *tile, uint32_t first_piece, int row, const char *from, bool valid,
-                              int width) {
+PF_DEVICE void pf_copy_pieces(unsigned char *tile, uint32_t first_piece, int row, const char *from,
+                              bool valid, int width) {
     typedef pf_copy<WIDTH> copy;
     unsigned char *to = tile + (first_piece ^ row % 8 * 16) + row * 128;
 #pragma unroll
     for (int i = 0; i < copy::REPEAT; i++)
         pf_cp_async16(to + i * copy::LANES / 8 * (ROWS * 128), from + i * copy::LANES * 16,
-                      valid && (WIDTH == width || (int)(threadIdx.x % copy::LANES + i * copy::LANES) * 8 < width));
+                      valid &&
+                          (WIDTH == width || (int)(threadIdx.x % copy::LANES + i * copy::LANES) * 8 < width));
 }
 
 /* Starts the copies of rows that lie `stride` bytes apart; those from `num_valid` on become zeros. */
@@ -115,10 +116,11 @@ PF_DEVICE void pf_copy_even(unsigned char *tile, const char *from, int64_t strid
         pf_copy_pieces<WIDTH, ROWS>(tile, first_piece, row, from, row + first < num_valid, width);
 }
 
-/* Starts the copies of rows whose places, in bytes from `from`, the lanes hold: lane i of rows i, i + 32 ... */
+/* Starts the copies of rows whose places, in bytes from `from`, the lanes hold: lane i of rows i, i + 32 ...
+ */
 template <int WIDTH, int ROWS>
-PF_DEVICE void pf_copy_places(unsigned char *tile, const char *from, const int64_t (&places)[(ROWS + 31) / 32],
-                              int64_t num_valid, int width) {
+PF_DEVICE void pf_copy_places(unsigned char *tile, const char *from,
+                              const int64_t (&places)[(ROWS + 31) / 32], int64_t num_valid, int width) {
     typedef pf_copy<WIDTH> copy;
     const uint32_t first_piece = pf_first_piece<WIDTH, ROWS>();
     const int first = threadIdx.x % 32 / copy::LANES;
@@ -144,7 +146,8 @@ PF_DEVICE void pf_copy_query_rows(const pf_call &call, const pf_block &block, un
         pf_copy_places<PF_HEAD_DIM, PF_ROWS>(shared, from, places, num_rows, (int)call.head_dim);
     } else {
         from += 2 * pf_query_offset(call.q, block.s, block.head, block.first);
-        pf_copy_even<PF_HEAD_DIM, PF_ROWS>(shared, from, 2 * call.q.stride_token, num_rows, (int)call.head_dim);
+        pf_copy_even<PF_HEAD_DIM, PF_ROWS>(shared, from, 2 * call.q.stride_token, num_rows,
+                                           (int)call.head_dim);
     }
 }
 
@@ -157,7 +160,8 @@ PF_DEVICE void pf_copy_query_rows(const pf_call &call, const pf_block &block, un
 PF_DEVICE bool pf_next_work(const pf_call &call, uint32_t &round, pf_work &work) {
     const int64_t heads = PF_PACKED ? call.num_kv_heads : call.num_heads;
     const uint32_t num_rows = (uint32_t)call.row_blocks;
-    const uint32_t num_units = (uint32_t)(heads * call.max_splits * call.batch), num_items = num_units * num_rows;
+    const uint32_t num_units = (uint32_t)(heads * call.max_splits * call.batch),
+                   num_items = num_units * num_rows;
     const bool pairs = PF_SPANS && gridDim.x < num_items;
     for (;; round++) {
         pf_item item;
@@ -168,7 +172,8 @@ PF_DEVICE bool pf_next_work(const pf_call &call, uint32_t &round, pf_work &work)
             const uint32_t near = pair % half, far = num_rows - 1 - near;
             if (round % 2 && near == far)
                 continue;
-            item = pf_item_at(call, pair / half * num_rows + (round % 2 ? near : far), heads, call.max_splits);
+            item =
+                pf_item_at(call, pair / half * num_rows + (round % 2 ? near : far), heads, call.max_splits);
         } else {
             const uint32_t index = round * gridDim.x + blockIdx.x;
             if (index >= num_items)
@@ -182,7 +187,8 @@ PF_DEVICE bool pf_next_work(const pf_call &call, uint32_t &round, pf_work &work)
     return true;
 }
 
-/* A block has at least one tile, be it one that no row sees: those that compute then begin all blocks alike. */
+/* A block has at least one tile, be it one that no row sees: those that compute then begin all blocks alike.
+ */
 PF_DEVICE void pf_give_a_tile(pf_block &block) {
     for (int side = pf_first_side(block); side < PF_NUM_SIDES; side++)
         if (block.begin[side] < block.end[side])

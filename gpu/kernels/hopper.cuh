@@ -87,7 +87,8 @@ PF_DEVICE void pf_group_arrive(int id, int num_threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(num_threads) : "memory");
 }
 
-/* What has been written to shared memory, as far as this thread knows, is there for products of a warpgroup. */
+/* What has been written to shared memory, as far as this thread knows, is there for products of a warpgroup.
+ */
 PF_DEVICE void pf_fence_async() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }

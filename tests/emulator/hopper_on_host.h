@@ -8,7 +8,8 @@ static inline uint32_t pf_shared_address(const void *shared) {
     return (uint32_t)((const unsigned char *)shared - pf_emu_shared);
 }
 
-/* --- barriers in shared memory: bytes to come in a phase, its parity, threads of a phase, threads to come ---
+/* --- barriers in shared memory: bytes to come in a phase, its parity, threads of a phase, threads to come
+ * ---
  */
 
 static inline void pf_barrier_init(uint64_t *barrier, uint32_t count) {
@@ -16,7 +17,8 @@ static inline void pf_barrier_init(uint64_t *barrier, uint32_t count) {
 }
 
 /* A phase ends when no thread and no byte is left to come. */
-static inline void pf_emu_barrier_add(uint64_t *barrier, int64_t bytes, int threads, const char *file, int line) {
+static inline void pf_emu_barrier_add(uint64_t *barrier, int64_t bytes, int threads, const char *file,
+                                      int line) {
     const uint64_t all = *barrier >> 12 & 0xfff, parity = *barrier >> 24 & 1;
     const int64_t left = (int64_t)(*barrier & 0xfff) - threads, coming = (int64_t)*barrier >> 25;
     if (all == 0 || left < 0)
@@ -41,8 +43,8 @@ struct alignas(64) pf_tensor_map {
     uint64_t words[16];
 };
 
-static inline void pf_copy_box(void *shared, const pf_tensor_map *map, int dim, int token, int head, int batch,
-                               uint64_t *barrier, PF_HERE) {
+static inline void pf_copy_box(void *shared, const pf_tensor_map *map, int dim, int token, int head,
+                               int batch, uint64_t *barrier, PF_HERE) {
     const uint64_t *w = map->words;
     unsigned char *to = (unsigned char *)shared;
     if (!pf_emu_is_shared(to, w[8] * 128))
@@ -58,7 +60,8 @@ static inline void pf_copy_box(void *shared, const pf_tensor_map *map, int dim, 
                                  (const char *)w[0] + (dim + element) * 2 + ((uint64_t)token + row) * w[5] +
                                      (uint64_t)head * w[6] + (uint64_t)batch * w[7],
                                  2);
-            __builtin_memcpy(to + row * 128 + ((uint64_t)(element / 8) ^ row % 8) * 16 + element % 8 * 2, &bits, 2);
+            __builtin_memcpy(to + row * 128 + ((uint64_t)(element / 8) ^ row % 8) * 16 + element % 8 * 2,
+                             &bits, 2);
         }
     pf_emu_barrier_add(barrier, -(int64_t)(w[8] * 128), 0, file, line);
 }
