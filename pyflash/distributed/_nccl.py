@@ -24,6 +24,8 @@ _TERMS = ("alibi_slopes", "sinks")
 
 #: Bytes of a small value that travel with its length; a longer one takes a second collective.
 _FRAME = 1024
+#: Priority of messages: the first there is, since CUDA takes the nearest that it has.
+_FIRST = -1000
 
 
 def is_nccl(comm: Any) -> bool:
@@ -53,10 +55,14 @@ def allgather_pickled(gather: Callable[[Array], Array], value: Any) -> list[Any]
 
 @functools.cache
 def _stream_of(device: int) -> Any:
-    """Return the stream of a GPU on which messages travel beside the caller's work."""
+    """Return the stream of a GPU on which messages travel beside the caller's work.
+
+    What sends them takes part of the GPU. It comes first where a kernel leaves room, or a rank would hear from
+    the others only when its kernel has ended.
+    """
     cupy = sys.modules["cupy"]
     with cupy.cuda.Device(device):
-        return cupy.cuda.Stream(non_blocking=True)
+        return cupy.cuda.Stream(non_blocking=True, priority=_FIRST)
 
 
 class _Sent:

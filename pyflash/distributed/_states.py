@@ -1,11 +1,13 @@
-"""States of rows, (out, lse), kept in the type of computation and merged a block of rows at a time.
+"""States of rows, (out, lse), kept in the type of computation, and merged.
 
-Every merge is `pyflash.merge_states` of two; blocks bound what it needs beside the states.
+Every merge is `pyflash.merge_states` of two. The last one reads two states that lie side by side; the others
+are done a block of rows at a time, which bounds what they need beside the states.
 """
 
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -52,6 +54,11 @@ class States:
         Whose kind of arrays they are.
     call : Arguments
         Whose rows they are of.
+
+    Notes
+    -----
+    The last merge is that of the two halves of the ranks. The state of the first rank of each half, into which
+    all others of its half are merged, has a place beside the other half's.
     """
 
     def __init__(self, comm: Communicator, call: Arguments) -> None:
@@ -61,7 +68,9 @@ class States:
         self._shape = (*shape, call.width)
         self._lse_shape = (*shape[:-2], shape[-1], shape[-2])
         self._free: list[State] = []
-        self.num_made = 0
+        self._halves = (0, 1 << max((comm.size - 1).bit_length() - 1, 0)) if comm.size > 1 else ()
+        self._both: State | None = None
+        self._sides: tuple[State, ...] = ()
         row = math.prod(self._shape[:-3]) * math.prod(self._shape[-2:])
         self._rows = max(1, _BLOCK // max(row, 1), -(-self.num_rows // _PARTS))
 
@@ -71,12 +80,19 @@ class States:
         lse = make((*leading, *self._lse_shape[:-1], rows), self._call.compute, self._call.q)
         return State(out, lse)
 
-    def new(self) -> State:
-        """Return a state without contents."""
+    def new(self, rank: int) -> State:
+        """Return a state without contents, for the keys of a rank."""
+        if rank in self._halves:
+            return self._pair()[self._halves.index(rank)]
         if self._free:
             return self._free.pop()
-        self.num_made += 1
         return self._empty(self._call.compute, self.num_rows)
+
+    def _pair(self) -> tuple[State, ...]:
+        if not self._sides:
+            both = self._both = self._empty(self._call.compute, self.num_rows, 2)
+            self._sides = tuple(State(both.out[i], both.lse[i]) for i in range(2))
+        return self._sides
 
     def part(self, num_rows: int) -> State:
         """Return a state of some rows, without contents."""
@@ -119,20 +135,20 @@ class States:
         """Return the result of the rows: the last merge, the sinks, the caller's type."""
         call = self._call
         if not states:
-            states = [self.new()]
+            states = [self._empty(call.compute, self.num_rows)]
             states[0].clear(0, self.num_rows)
-        result = self._empty(call.out_dtype, self.num_rows)
-        parts = self._empty(call.compute, min(self._rows, self.num_rows), len(states))
         sinks = {}
         if call.sinks is not None:
             sinks = dict(sinks=call.sinks, lse_includes_sinks=call.lse_includes_sinks)
-        for first, last in self._blocks(0, self.num_rows):
-            block = parts.at(0, last - first)
+        last: dict[str, Any] = dict(out_dtype=call.out_dtype, backend=call.backend, **sinks)
+        if self._both is not None and len(states) == 2 and all(map(operator.is_, states, self._sides)):
+            return State(*_api_cache.merge_states(self._both.out, self._both.lse, **last))
+        result = self._empty(call.out_dtype, self.num_rows)
+        parts = self._empty(call.compute, min(self._rows, self.num_rows), len(states))
+        for begin, end in self._blocks(0, self.num_rows):
+            block = parts.at(0, end - begin)
             for i, state in enumerate(states):
-                block.out[i, ...] = state.at(first, last).out
-                block.lse[i, ...] = state.at(first, last).lse
-            out, lse = _api_cache.merge_states(
-                block.out, block.lse, out_dtype=call.out_dtype, backend=call.backend, **sinks
-            )
-            result.put(first, last, out, lse)
+                block.out[i, ...] = state.at(begin, end).out
+                block.lse[i, ...] = state.at(begin, end).lse
+            result.put(begin, end, *_api_cache.merge_states(block.out, block.lse, **last))
         return result

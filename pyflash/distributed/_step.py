@@ -125,7 +125,7 @@ class Steps:
 
     def _all_sequences(self, held: Held, packed: Packed) -> State:
         """Compute packed sequences in one call."""
-        state = self._states.new()
+        state = self._states.new(held.rank)
         _, lse = _api.flash_attention_varlen(
             self._call.q,
             held.k,
@@ -162,7 +162,7 @@ class Steps:
         """Make the calls, and merge where rows have several."""
         state, touched = None, np.zeros(self._states.num_rows, bool)
         for part in parts:
-            state = self._states.new() if state is None else state
+            state = self._states.new(held.rank) if state is None else state
             begin, end = part.rows
             before = touched[begin:end]
             target = state.at(begin, end)
