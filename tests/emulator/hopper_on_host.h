@@ -10,7 +10,72 @@ static inline uint32_t pf_shared_address(const void *shared) {
 
 /* --- barriers in shared memory: threads to come in a phase, threads of a phase, its parity --- */
 
+/* Bulk copies that are under way, with the barrier of each. They land when somebody waits there, or in random
+ * order also at once. A barrier that expects bytes keeps their number above its parity, and is for one
+ * arrival a phase. */
+struct pf_emu_bulk {
+    void *shared;
+    const void *global;
+    uint32_t bytes;
+    uint64_t *barrier;
+};
+
+static pf_emu_bulk pf_emu_bulks[4096];
+static int pf_emu_num_bulks;
+
+static inline void pf_emu_bulk_settle(uint64_t *barrier) {
+    const uint64_t all = *barrier >> 16 & 0xffff, left = *barrier & 0xffff;
+    if (left == 0 && (int64_t)*barrier >> 33 == 0)
+        *barrier = ((*barrier >> 32 & 1) ^ 1) << 32 | all << 16 | all;
+}
+
+static inline void pf_emu_bulk_land(const pf_emu_bulk &one) {
+    __builtin_memcpy(one.shared, one.global, one.bytes);
+    *one.barrier -= (uint64_t)one.bytes << 33;
+    pf_emu_bulk_settle(one.barrier);
+}
+
+/* Those of a barrier: `lands`, or they are forgotten, which is what a failed launch has left. */
+static inline void pf_emu_bulk_take(const uint64_t *barrier, bool lands) {
+    int kept = 0;
+    for (int i = 0; i < pf_emu_num_bulks; i++) {
+        const pf_emu_bulk one = pf_emu_bulks[i];
+        if (one.barrier != barrier)
+            pf_emu_bulks[kept++] = one;
+        else if (lands)
+            pf_emu_bulk_land(one);
+    }
+    pf_emu_num_bulks = kept;
+}
+
+static inline void pf_bulk_copy_once(void *shared, const void *global, uint32_t bytes, uint64_t *barrier,
+                                     PF_HERE) {
+    if (((uintptr_t)shared | (uintptr_t)global | bytes) % 16 || !pf_emu_is_shared(shared, bytes))
+        pf_emu_fail(file, line, "bulk copy of %u bytes from %p to %p: not aligned, or not to shared memory",
+                    bytes, global, shared);
+    if (pf_emu_num_bulks == sizeof(pf_emu_bulks) / sizeof(*pf_emu_bulks))
+        pf_emu_fail(file, line, "too many bulk copies under way for the emulator");
+    const pf_emu_bulk one = {shared, global, bytes, barrier};
+    if (pf_emu_comes_at_once())
+        pf_emu_bulk_land(one);
+    else
+        pf_emu_bulks[pf_emu_num_bulks++] = one;
+}
+
+static inline void pf_barrier_expect(uint64_t *barrier, uint32_t bytes, PF_HERE) {
+    if ((*barrier >> 16 & 0xffff) != 1 || (*barrier & 0xffff) != 1)
+        pf_emu_fail(file, line, "a barrier that expects bytes is not one of a single arrival that is free");
+    *barrier += ((uint64_t)bytes << 33) - 1;
+    pf_emu_bulk_settle(barrier);
+}
+
+static inline bool pf_elect(PF_HERE) {
+    __syncwarp(0xffffffffu, file, line);
+    return threadIdx.x % 32 == 0;
+}
+
 static inline void pf_barrier_init(uint64_t *barrier, uint32_t count) {
+    pf_emu_bulk_take(barrier, false);
     *barrier = (uint64_t)count << 16 | count;
 }
 
@@ -22,6 +87,7 @@ static inline void pf_barrier_arrive(uint64_t *barrier, PF_HERE) {
 }
 
 static inline void pf_barrier_wait(uint64_t *barrier, uint32_t parity, PF_HERE) {
+    pf_emu_bulk_take(barrier, true);
     for (int left = 1 << 22; (*(volatile uint64_t *)barrier >> 32 & 1) == parity; left--) {
         if (left == 0)
             pf_emu_fail(file, line, "nobody ends the phase that a barrier waits for");
