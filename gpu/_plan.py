@@ -105,6 +105,7 @@ class Step(NamedTuple):
     shared_bytes: int = 0
     fields: tuple[tuple[str, int], ...] = ()  # of pf_call, that this step sets
     splits: Splits = Splits()
+    overlaps: bool = False  # waits itself for the launch before it, and may begin earlier
 
 
 class Plan(NamedTuple):
@@ -201,6 +202,7 @@ def combine_step(problem: Problem, fields: tuple[tuple[str, int], ...]) -> Step:
         32 * warps,
         blocks * problem.num_heads * problem.batch,
         fields=(*fields, ("row_blocks", blocks)),
+        overlaps=True,
     )
 
 

@@ -29,6 +29,7 @@ class Prepared(NamedTuple):
     shared_bytes: int
     words: Array  # its argument
     uses_workspace: bool
+    overlaps: bool
 
     def put(self, device: _device.Device, stream: int, workspace: int) -> None:
         """Put the launch onto a stream."""
@@ -36,7 +37,7 @@ class Prepared(NamedTuple):
         if self.uses_workspace:
             words = words.copy()
             words[_workspace_position()] = workspace
-        device.launch(self.kernel, self.grid, self.threads, self.shared_bytes, stream, words)
+        device.launch(self.kernel, self.grid, self.threads, self.shared_bytes, stream, words, self.overlaps)
 
     def put_again(
         self, device: _device.Device, stream: int, workspace: int, positions: Array, places: tuple[int, ...]
@@ -46,7 +47,7 @@ class Prepared(NamedTuple):
         words[positions] = places
         if self.uses_workspace:
             words[_workspace_position()] = workspace
-        device.launch(self.kernel, self.grid, self.threads, self.shared_bytes, stream, words)
+        device.launch(self.kernel, self.grid, self.threads, self.shared_bytes, stream, words, self.overlaps)
 
 
 def _position(field: str) -> int:
@@ -73,7 +74,7 @@ def prepare(device: _device.Device, step: _plan.Step, call: Array) -> Prepared:
     words = own.reshape(1).view(np.uint64)
     kernel = _compile.kernel(device, step.source)
     grid = step.num_blocks, 1, 1
-    return Prepared(kernel, grid, step.threads, step.shared_bytes, words, step.splits.are_merged)
+    return Prepared(kernel, grid, step.threads, step.shared_bytes, words, step.splits.are_merged, step.overlaps)
 
 
 def _extent(array: Array) -> tuple[int, int]:

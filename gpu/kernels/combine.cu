@@ -17,23 +17,24 @@ PF_DEVICE void pf_combine_row(const pf_call &call, const pf_sequence &s, int64_t
             return {m[split * step], l[split * step], o[split * o_step + d]};
         };
         const pf_part all = pf_merged_all(load, num_splits);
-        const double factor = pf_output_factor((double)all.m, (double)all.l, sink);
-        const pf_real x = pf_finished(all.o, (pf_real)factor);
+        const pf_real x = pf_finished(all.o, pf_finishing_factor(all.m, all.l, sink));
         finite &= pf_is_finite(x);
         pf_store_out(call, out, d, x);
         if (d == 0)
             pf_store_lse(call, s, head, i, (double)all.m, (double)all.l);
     }
     if (__syncthreads_or(!finite) && threadIdx.x < 32)
-        pf_careful_row(call, s, head, i);
+        pf_careful_row_of(call, s.index, head, i);
 }
 
 extern "C" __global__ void __launch_bounds__(128) pf_combine(const __grid_constant__ pf_call call) {
     const pf_item item = pf_get_item(call, call.num_heads, 1);
     const pf_sequence s = pf_get_sequence(call, item.sequence);
+    const bool bad = pf_find_bad(call, s);
+    /* Until here nothing has been read that the kernel before writes. */
+    pf_wait_for_previous();
     if (!pf_is_mine(call, s))
         return;
-    const bool bad = pf_find_bad(call, s);
     for (int64_t i = item.row_block; i < s.num_queries; i += call.row_blocks)
         if (!bad)
             pf_combine_row(call, s, item.head, i);

@@ -323,7 +323,7 @@ PF_DEVICE pf_rows pf_get_rows(const pf_call &call, const pf_sequence &s, int64_t
 #pragma unroll
     for (int r = 0; r < PF_LANE_ROWS; r++) {
         const int number = threadIdx.x % 32 / 4 + 8 * r;
-        const int64_t row = pf_min(first_row + number, num_rows - 1), i = pf_quotient(row, s.group);
+        const int64_t row = pf_min(first_row + number, num_rows - 1), i = pf_query_of_row(s, row);
         rows.query[r] = pf_get_query(call, s, kv_head * s.group + row - i * s.group, i);
         rows.factor[r] = PF_CODE_FACTOR * (PF_NARROWS_QUERIES ? factors[number] : 1.0f);
         if (call.q_scale.data)
@@ -370,7 +370,7 @@ static __device__ __noinline__ void pf_store_bad_rows(const pf_call &call, int64
     for (int64_t first = first_row; first < num_rows; first += step)
         for (int64_t row = first + threadIdx.x / 32; row < pf_min(first + PF_ROWS, num_rows);
              row += PF_WARPS) {
-            const int64_t i = pf_quotient(row, s.group);
+            const int64_t i = pf_query_of_row(s, row);
             pf_store_bad_row(call, s, kv_head * s.group + row - i * s.group, i);
         }
 }
@@ -381,14 +381,12 @@ extern "C" __global__ void __launch_bounds__(32 * PF_WARPS, PF_BLOCKS_PER_SM)
     const pf_item item = pf_get_item(call, call.num_kv_heads, call.max_splits);
     const pf_sequence s = pf_get_sequence(call, item.sequence);
     const int64_t first_row = item.row_block * PF_ROWS, num_rows = s.num_queries * s.group;
-    if (!pf_is_mine(call, s) || first_row >= num_rows || item.split >= pf_num_splits(call, s))
+    const int64_t num_splits = call.partial ? pf_num_splits(call, s) : 1;
+    if (!pf_is_mine(call, s) || first_row >= num_rows || item.split >= num_splits)
         return;
     const int64_t last_row = pf_min(first_row + PF_ROWS, num_rows) - 1;
-    const int64_t lo = call.partial ? pf_split_lo(call, s, item.split) : 0;
-    const int64_t hi = call.partial && item.split + 1 < pf_num_splits(call, s)
-                           ? pf_split_lo(call, s, item.split + 1)
-                           : s.mask.num_keys;
-    const pf_stream stream = pf_get_stream(call, s, item.head, lo, hi, first_row, last_row);
+    const pf_span keys = pf_split_keys_of(call, s, num_splits, item.split);
+    const pf_stream stream = pf_get_stream(call, s, item.head, keys.lo, keys.hi, first_row, last_row);
     const int64_t v_in_k = pf_place_in_keys(call);
 
     uint4 *const queries = (uint4 *)shared;
@@ -421,6 +419,8 @@ extern "C" __global__ void __launch_bounds__(32 * PF_WARPS, PF_BLOCKS_PER_SM)
 #pragma unroll 1
     for (int stage = 0; stage < PF_STAGES - 1; stage++)
         fetch(stage);
+
+    pf_let_next_begin();
 
     pf_lay_out_queries(call, s, item.head, first_row, num_rows, queries, factors);
     __syncthreads();
@@ -479,7 +479,7 @@ extern "C" __global__ void __launch_bounds__(32 * PF_WARPS, PF_BLOCKS_PER_SM)
         return;
     }
     for (int r = threadIdx.x / 32; r < PF_ROWS && first_row + r < num_rows; r += PF_WARPS) {
-        const int64_t i = pf_quotient(first_row + r, s.group);
+        const int64_t i = pf_query_of_row(s, first_row + r);
         const int64_t head = item.head * s.group + first_row + r - i * s.group;
         pf_merge_row(call, s, states, r, head, i, item.split);
     }

@@ -129,7 +129,7 @@ PF_DEVICE pf_stream pf_get_stream(const pf_call &call, const pf_sequence &s, int
     stream.num_keys = (int32_t)s.mask.num_keys;
     if (PF_PAGED != PF_NOT_PAGED && call.num_pages == 0)
         hi = lo; /* the sequence is bad */
-    const int64_t i = pf_quotient(first_row + min(lane % PF_ROWS, last), s.group);
+    const int64_t i = pf_query_of_row(s, first_row + min(lane % PF_ROWS, last));
     const pf_span span = pf_clip(pf_visible(&s.mask, i, lane / PF_ROWS % PF_NUM_SIDES), lo, hi);
     const int32_t span_lo = (int32_t)span.lo, span_hi = (int32_t)span.hi;
 #pragma unroll
@@ -326,7 +326,7 @@ PF_DEVICE const char *pf_query_row(const pf_call &call, const pf_sequence &s, in
                                    int64_t num_rows) {
     if (row >= num_rows)
         return nullptr;
-    const int64_t i = pf_quotient(row, s.group);
+    const int64_t i = pf_query_of_row(s, row);
     return pf_place(call.q, pf_query_offset(call.q, s, kv_head * s.group + row - i * s.group, i));
 }
 
