@@ -297,7 +297,7 @@ def variants() -> Iterator[Variant]:
         ({"terms": everything, "num_heads": 16}, 64),
         ({"head_dim": 64, "head_dim_v": 64}, 0),
         ({"head_dim": 256, "head_dim_v": 256}, 64),
-        ({"head_dim": 256, "head_dim_v": 256, "num_heads": 16}, 128),
+        ({"head_dim": 256, "head_dim_v": 256, "num_heads": 16}, 192),
         ({"head_dim": 576, "head_dim_v": 512, "num_heads": 16}, 64),
         ({"q_dtype": "float16"}, 0),
         ({"q_dtype": "float16", "kv_dtype": "float16"}, 0),

@@ -378,6 +378,16 @@ static __device__ __noinline__ void pf_store_bad_rows(const pf_call &call, int64
 extern "C" __global__ void __launch_bounds__(32 * PF_WARPS, PF_BLOCKS_PER_SM)
     pf_decode_mma(const __grid_constant__ pf_call call) {
     PF_DYNAMIC_SHARED(shared);
+    unsigned char *const rings = shared + PF_RINGS_AT;
+    const int mine = threadIdx.x / PF_LANES;
+    unsigned char *const ring = rings + mine * PF_STAGES * PF_STAGE_BYTES;
+    uint64_t *const barriers = (uint64_t *)(rings - PF_BARRIER_BYTES) + mine * PF_STAGES;
+    if constexpr (PF_BULK) { /* who waits for them is of the same stream */
+        if (threadIdx.x % PF_LANES < PF_STAGES)
+            pf_barrier_init(&barriers[threadIdx.x % PF_LANES], 1);
+        pf_fence_barriers();
+        pf_stream_sync();
+    }
     const pf_item item = pf_get_item(call, call.num_kv_heads, call.max_splits);
     const pf_sequence s = pf_get_sequence(call, item.sequence);
     const int64_t first_row = item.row_block * PF_ROWS, num_rows = s.num_queries * s.group;
@@ -392,16 +402,6 @@ extern "C" __global__ void __launch_bounds__(32 * PF_WARPS, PF_BLOCKS_PER_SM)
     uint4 *const queries = (uint4 *)shared;
     float *const factors = (float *)(shared + PF_QUERY_BYTES);
     float *const exchange = (float *)(shared + PF_QUERY_BYTES + PF_FACTOR_BYTES);
-    unsigned char *const rings = shared + PF_RINGS_AT;
-    const int mine = threadIdx.x / PF_LANES;
-    unsigned char *const ring = rings + mine * PF_STAGES * PF_STAGE_BYTES;
-    uint64_t *const barriers = (uint64_t *)(rings - PF_BARRIER_BYTES) + mine * PF_STAGES;
-    if constexpr (PF_BULK) { /* who waits for them is of the same stream */
-        if (threadIdx.x % PF_LANES < PF_STAGES)
-            pf_barrier_init(&barriers[threadIdx.x % PF_LANES], 1);
-        pf_fence_async();
-        pf_stream_sync();
-    }
     int32_t chunk = pf_own_chunk(stream, 0, mine), coming = chunk;
     int64_t page = pf_page_of(call, s, stream, coming);
     const auto fetch = [&](int stage) {

@@ -80,6 +80,11 @@ PF_DEVICE void pf_barrier_expect(uint64_t *barrier, uint32_t bytes) {
         : "memory");
 }
 
+/* After the first settings of barriers, before copies and other threads use them. */
+PF_DEVICE void pf_fence_barriers() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
 /* Starts the copy of bytes that are read once and that the barrier expects, a multiple of 16 as both places. */
 PF_DEVICE void pf_bulk_copy_once(void *shared, const void *global, uint32_t bytes, uint64_t *barrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "

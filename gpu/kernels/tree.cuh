@@ -36,12 +36,13 @@ template <class Load> PF_DEVICE pf_part pf_merged_at_once(const Load &load, int6
     return parts[0];
 }
 
-/* All of them, at least one. The body stands once: short calls wait for its code too. */
-template <class Load> PF_DEVICE pf_part pf_merged_all(const Load &load, int64_t count) {
+/* All of them, at least one; at_once(first) is what PF_AT_ONCE from there on are together. The body stands once:
+ * short calls wait for its code too. */
+template <class AtOnce> PF_DEVICE pf_part pf_merged_in_order(const AtOnce &at_once, int64_t count) {
     pf_part waiting[PF_TREE_DEPTH];
     int depth = 0;
     for (int64_t first = 0;; first += PF_AT_ONCE) {
-        pf_part part = pf_merged_at_once(load, first, count);
+        pf_part part = at_once(first);
         const bool last = first + PF_AT_ONCE >= count;
         /* Like the carries of a binary counter; at the end everything that waits is merged. */
         for (int64_t carry = first / PF_AT_ONCE; depth > 0 && ((carry & 1) || last); carry >>= 1)
@@ -50,6 +51,10 @@ template <class Load> PF_DEVICE pf_part pf_merged_all(const Load &load, int64_t 
             return part;
         waiting[depth++] = part;
     }
+}
+
+template <class Load> PF_DEVICE pf_part pf_merged_all(const Load &load, int64_t count) {
+    return pf_merged_in_order([&](int64_t first) { return pf_merged_at_once(load, first, count); }, count);
 }
 
 #endif

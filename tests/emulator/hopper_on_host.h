@@ -69,6 +69,8 @@ static inline void pf_barrier_expect(uint64_t *barrier, uint32_t bytes, PF_HERE)
     pf_emu_bulk_settle(barrier);
 }
 
+static inline void pf_fence_barriers() {}
+
 static inline bool pf_elect(PF_HERE) {
     __syncwarp(0xffffffffu, file, line);
     return threadIdx.x % 32 == 0;
