@@ -74,7 +74,9 @@ def prepare(device: _device.Device, step: _plan.Step, call: Array) -> Prepared:
     words = own.reshape(1).view(np.uint64)
     kernel = _compile.kernel(device, step.source)
     grid = step.num_blocks, 1, 1
-    return Prepared(kernel, grid, step.threads, step.shared_bytes, words, step.splits.are_merged, step.overlaps)
+    return Prepared(
+        kernel, grid, step.threads, step.shared_bytes, words, step.splits.are_merged, step.overlaps
+    )
 
 
 def _extent(array: Array) -> tuple[int, int]:

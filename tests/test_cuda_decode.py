@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from calls import assert_same_bits, dense, normal, paged, quantised, run, varlen
+from calls import assert_same_bits, dense, normal, on_device, on_host, paged, quantised, run, varlen
 from conftest import TestedBackend
 from oracle import Call, assert_matches
 from test_cuda_forward_mma import H200
 
 import pyflash
+from pyflash import _device_calls
 from pyflash.gpu import _choose, _decode
 
 CUDA = TestedBackend("cuda", {"backend": "cuda"})
 DECODE = H200._replace(max_seqlen_q=1, num_queries=1, head_dim=128, head_dim_v=128)
-NEVER = 10**9
+#: The shortest row that is copied whole: as the plan has it, or longer than any.
+USUAL, NEVER = _decode.BULK_BYTES, 10**9
 
 
 def is_bulk(**change) -> bool:
@@ -47,11 +49,12 @@ def both(monkeypatch):
     if reason is not None:
         pytest.skip(reason)
 
-    def check(call: Call, **options) -> None:
+    def check(call: Call, compute=run, **options) -> None:
         results = []
-        for shortest in (_decode.BULK_BYTES, NEVER):
+        for shortest in (USUAL, NEVER):
             monkeypatch.setattr(_decode, "BULK_BYTES", shortest)
-            results.append(run(call, CUDA, **options))
+            _device_calls.clear()  # it makes calls again as they were planned before
+            results.append(compute(call, CUDA, **options))
         assert_same_bits(*results)
         assert_matches(*results[0], call)
 
@@ -98,14 +101,19 @@ def test_scales_come_by_other_copies_cuda(both, stored):
     both(quantised(call, stored, "tokens"))
 
 
-@pytest.mark.parametrize("seqlen_kv", [33, 290])
+@pytest.mark.parametrize("seqlen_kv", [5, 33, 290])
 def test_latent_cache_cuda(both, seqlen_kv):
-    """Values inside of keys are not copied again."""
+    """Values inside of keys, on the GPU, are not copied again."""
     call = dense(5, batch=1, seqlen_q=1, seqlen_kv=seqlen_kv, num_heads=16, num_kv_heads=1, head_dim=576,
-                 head_dim_v=512, dtype="bfloat16")  # fmt: skip
-    keys = call.arrays["k"]
-    both(Call(call.function, {**call.arrays, "v": keys[..., :512]}, call.options))
+                 head_dim_v=512, dtype="float16")  # fmt: skip
     both(call)
+
+    def compute(call: Call, backend: TestedBackend) -> tuple[np.ndarray, ...]:
+        q, k = (on_device(call.arrays[name]) for name in "qk")
+        results = pyflash.flash_attention(q, k, k[..., :512], return_lse=True, **backend.kwargs)
+        return tuple(on_host(x) for x in results)
+
+    both(Call(call.function, {**call.arrays, "v": call.arrays["k"][..., :512]}, call.options), compute)
 
 
 def test_rows_far_apart_cuda(both):
@@ -119,5 +127,5 @@ def test_rows_far_apart_cuda(both):
 @pytest.mark.parametrize("num_splits", [2, 16, 17, 40])
 @pytest.mark.parametrize("width", [80, 128, 256])
 def test_many_splits_cuda(both, num_splits, width):
-    """The merge has lanes without an output, outputs for several rounds, and more states than it takes at once."""
+    """The merge: lanes without an output, outputs for several rounds, more states than it takes at once."""
     both(one_query(350, head_dim=64, head_dim_v=width), num_splits=num_splits)

@@ -9,8 +9,8 @@ struct pf_states {
     int64_t step, o_step;
 };
 
-/* `count` states, at most PF_AT_ONCE, for one output of each lane that is `active`. What the weights of outputs
- * are says m, so that each of them is one lane's to work out. Called by whole warps. */
+/* `count` states, at most PF_AT_ONCE, for one output of each lane that is `active`. What the weights of
+ * outputs are says m, so that each of them is one lane's to work out. Called by whole warps. */
 PF_DEVICE pf_part pf_merged_by_warp(const pf_states &states, int64_t count, bool active) {
     const int lane = threadIdx.x % 32;
     pf_real m = -(pf_real)pf_infinity(), l = 0, o[PF_AT_ONCE];
@@ -44,8 +44,8 @@ PF_DEVICE pf_part pf_merged_by_warp(const pf_states &states, int64_t count, bool
     return {__shfl_sync(PF_WARP_ALL, m, 0), __shfl_sync(PF_WARP_ALL, l, 0), o[0]};
 }
 
-/* Where a row's states lie and what is made of them. Addresses are sums: this is code that runs once, and each
- * line of it comes from memory. */
+/* Where a row's states lie and what is made of them. Addresses are sums: this is code that runs once, and
+ * each line of it comes from memory. */
 struct pf_row {
     pf_states states;
     double sink;
@@ -60,8 +60,8 @@ PF_DEVICE pf_row pf_get_row(const pf_call &call, const pf_sequence &s, int64_t h
             pf_place(call.out, pf_query_offset(call.out, s, head, i))};
 }
 
-PF_DEVICE void pf_combine_row(const pf_call &call, const pf_sequence &s, int64_t num_splits, const pf_row &row,
-                              int64_t head, int64_t i) {
+PF_DEVICE void pf_combine_row(const pf_call &call, const pf_sequence &s, int64_t num_splits,
+                              const pf_row &row, int64_t head, int64_t i) {
     const pf_states &all = row.states;
     bool finite = true;
     for (int64_t first_dim = threadIdx.x / 32 * 32; first_dim < call.head_dim_v; first_dim += blockDim.x) {

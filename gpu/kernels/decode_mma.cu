@@ -356,8 +356,7 @@ PF_DEVICE int64_t pf_place_in_keys(const pf_call &call) {
 constexpr int PF_STATE_BYTES = 4 * PF_NUM_STREAMS * PF_ROWS * (PF_STATE_ROW + 2);
 constexpr int PF_RING_BYTES = PF_NUM_STREAMS * PF_STAGES * PF_STAGE_BYTES;
 constexpr int PF_RINGS_AT = PF_QUERY_BYTES + PF_FACTOR_BYTES + PF_EXCHANGE_BYTES + PF_BARRIER_BYTES;
-static_assert(PF_RINGS_AT +
-                      (PF_RING_BYTES > PF_STATE_BYTES ? PF_RING_BYTES : PF_STATE_BYTES) <=
+static_assert(PF_RINGS_AT + (PF_RING_BYTES > PF_STATE_BYTES ? PF_RING_BYTES : PF_STATE_BYTES) <=
                   PF_SHARED_BYTES,
               "the plan gives less shared memory than this takes");
 

@@ -224,9 +224,10 @@ PF_DEVICE void pf_fill_whole(const pf_call &call, const pf_stage &stage, const c
     const int lane = threadIdx.x % 32;
     if (lane == 0)
         pf_barrier_expect(stage.barrier, __popc(valid & 0xffff) * (v_in_k ? k_bytes : k_bytes + v_bytes));
-    if ((valid & 0xffff) != 0xffff) {
-        pf_clear_rows<PF_K_PIECES, PF_K_ROW>(stage.bytes, valid);
-        if (!v_in_k)
+    if ((valid & 0xffff) != 0xffff) { /* weights of 0 need values that are numbers; scores are replaced */
+        if (v_in_k)
+            pf_clear_rows<PF_K_PIECES, PF_K_ROW>(stage.bytes, valid);
+        else
             pf_clear_rows<PF_V_PIECES, PF_V_ROW>(stage.bytes + values, valid);
         pf_fence_async(); /* before these places are copied to again */
     }
@@ -235,7 +236,8 @@ PF_DEVICE void pf_fill_whole(const pf_call &call, const pf_stage &stage, const c
         const bool is_value = lane >= PF_KEYS;
         const int place = is_value ? values + lane % PF_KEYS * PF_V_ROW : lane * PF_K_ROW;
         if ((valid >> lane & 1) && !(is_value && v_in_k))
-            pf_bulk_copy_once(stage.bytes + place, is_value ? v : k, is_value ? v_bytes : k_bytes, stage.barrier);
+            pf_bulk_copy_once(stage.bytes + place, is_value ? v : k, is_value ? v_bytes : k_bytes,
+                              stage.barrier);
     } else if (pf_elect()) {
         constexpr int bytes = PF_BITS == 16 ? 2 : 1;
         pf_copy_rows_whole<PF_K_PIECES, PF_K_ROW>(stage.bytes, stage.barrier, k, call.k.stride_token * bytes,

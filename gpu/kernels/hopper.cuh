@@ -75,9 +75,9 @@ PF_DEVICE bool pf_elect() {
 
 /* Arrives at a barrier whose phase is to end only when this many bytes have come as well. */
 PF_DEVICE void pf_barrier_expect(uint64_t *barrier, uint32_t bytes) {
-    asm volatile(
-        "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(pf_shared_address(barrier)), "r"(bytes)
-        : "memory");
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(pf_shared_address(barrier)),
+                 "r"(bytes)
+                 : "memory");
 }
 
 /* After the first settings of barriers, before copies and other threads use them. */
@@ -85,7 +85,8 @@ PF_DEVICE void pf_fence_barriers() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-/* Starts the copy of bytes that are read once and that the barrier expects, a multiple of 16 as both places. */
+/* Starts the copy of bytes that are read once and that the barrier expects, a multiple of 16 as both places.
+ */
 PF_DEVICE void pf_bulk_copy_once(void *shared, const void *global, uint32_t bytes, uint64_t *barrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
                  "[%0], [%1], %2, [%3], %4;" ::"r"(pf_shared_address(shared)),

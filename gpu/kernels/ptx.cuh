@@ -136,7 +136,8 @@ template <int N> PF_DEVICE void pf_cp_async_wait() {
 #endif
 }
 
-/* The next launch may begin as soon as all blocks have said so, if it waits for the end of this one itself. */
+/* The next launch may begin as soon as all blocks have said so, if it waits for the end of this one itself.
+ */
 PF_DEVICE void pf_let_next_begin() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

@@ -54,8 +54,8 @@ PF_DEVICE double pf_output_factor(double m, double l, double sink) {
     return share / (l * share + exp(held - top));
 }
 
-/* The same as it is used. Without a sink that is one short division: a quotient of two floats has the same bits
- * whether it is rounded to a float at once or by way of a double. */
+/* The same as it is used. Without a sink that is one short division: a quotient of two floats has the same
+ * bits whether it is rounded to a float at once or by way of a double. */
 PF_DEVICE pf_real pf_finishing_factor(pf_real m, pf_real l, double sink) {
     if (sink == -(double)pf_infinity())
         return m == -(pf_real)pf_infinity() ? 0 : 1 / l;

@@ -36,8 +36,8 @@ template <class Load> PF_DEVICE pf_part pf_merged_at_once(const Load &load, int6
     return parts[0];
 }
 
-/* All of them, at least one; at_once(first) is what PF_AT_ONCE from there on are together. The body stands once:
- * short calls wait for its code too. */
+/* All of them, at least one; at_once(first) is what PF_AT_ONCE from there on are together. The body stands
+ * once: short calls wait for its code too. */
 template <class AtOnce> PF_DEVICE pf_part pf_merged_in_order(const AtOnce &at_once, int64_t count) {
     pf_part waiting[PF_TREE_DEPTH];
     int depth = 0;
