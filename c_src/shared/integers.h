@@ -52,7 +52,11 @@ PF_SHARED_INLINE int64_t pf_max(int64_t a, int64_t b) {
 
 /* a / b. Both are short nearly always, and processors divide short numbers several times as fast. */
 PF_SHARED_INLINE int64_t pf_quotient(int64_t a, int64_t b) {
+#ifdef __CUDA_ARCH__ /* the compiler's own division does that */
+    return a / b;
+#else
     return ((a | b) >> 32) == 0 ? (int64_t)((uint32_t)a / (uint32_t)b) : a / b;
+#endif
 }
 
 PF_SHARED_INLINE int64_t pf_ceil_div(int64_t a, int64_t b) {

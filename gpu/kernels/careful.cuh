@@ -194,6 +194,13 @@ static __device__ __noinline__ void pf_careful_row(const pf_call &call, const pf
     }
 }
 
+/* The same for code that gets here rarely: what it knows of the sequence need not lie in memory for this. */
+static __device__ __noinline__ void pf_careful_row_of(const pf_call &call, int64_t sequence, int64_t head,
+                                                      int64_t i) {
+    const pf_sequence s = pf_get_sequence(call, sequence);
+    pf_careful_row(call, s, head, i);
+}
+
 /* A row of a sequence whose indices cannot be. */
 PF_DEVICE void pf_store_bad_row(const pf_call &call, const pf_sequence &s, int64_t head, int64_t i) {
     const int lane = threadIdx.x % 32;

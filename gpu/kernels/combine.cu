@@ -41,10 +41,10 @@ PF_DEVICE bool pf_combine_row(const pf_call &call, const pf_sequence &s, int64_t
             return part;
         };
         const pf_part<PF_OUTPUTS> all = pf_merged_all<PF_OUTPUTS>(load, num_splits);
-        const double factor = pf_output_factor((double)all.m, (double)all.l, sink);
+        const pf_real factor = pf_finishing_factor(all.m, all.l, sink);
 #pragma unroll
         for (int n = 0; n < PF_OUTPUTS; n++) {
-            const pf_real x = pf_finished(all.o[n], (pf_real)factor);
+            const pf_real x = pf_finished(all.o[n], factor);
             finite &= pf_is_finite(x);
             pf_store_out(call, out, d + n, x);
         }
@@ -89,6 +89,7 @@ PF_DEVICE void pf_combine_heads(const pf_call &call, int64_t token, int64_t firs
     const int lanes = blockDim.x / rows, own = threadIdx.x / lanes;
     const int64_t head = first + own;
     bool finite = true;
+    pf_wait_for_previous(); /* nothing before has read what the kernel before writes */
     if (!bad && own < rows && head < call.num_heads)
         finite = pf_combine_row(call, s, head, i, threadIdx.x - own * lanes, lanes);
     if (!__syncthreads_or(bad || !finite))
@@ -114,4 +115,5 @@ extern "C" __global__ void __launch_bounds__(PF_MOST_THREADS)
     const int64_t step = gridDim.x / (uint32_t)blocks;
     for (int64_t token = blockIdx.x / (uint32_t)blocks; token < num_tokens; token += step)
         pf_combine_heads(call, token, blockIdx.x % (uint32_t)blocks * rows, rows);
+    pf_wait_for_previous(); /* the kernel after this one waits for this one alone */
 }

@@ -54,8 +54,7 @@ PF_DEVICE void pf_merge_row(const pf_call &call, const pf_sequence &s, const flo
     }
     const bool partial = call.partial != nullptr;
     const int64_t row = partial ? pf_state_row(call, s, head, i) : 0;
-    const float factor =
-        partial ? 0 : (float)pf_output_factor((double)top, (double)sum, pf_sink_of(call, head));
+    const float factor = partial ? 0 : pf_finishing_factor(top, sum, pf_sink_of(call, head));
     char *out = pf_place(call.out, pf_query_offset(call.out, s, head, i));
     bool finite = true;
     for (int d = lane; d < PF_HEAD_DIM_V; d += 32) {
@@ -81,7 +80,7 @@ PF_DEVICE void pf_merge_row(const pf_call &call, const pf_sequence &s, const flo
     if (lane == 0)
         pf_store_lse(call, s, head, i, (double)top, (double)sum);
     if (!__all_sync(PF_WARP_ALL, finite))
-        pf_careful_row(call, s, head, i);
+        pf_careful_row_of(call, s.index, head, i);
 }
 
 #endif

@@ -323,7 +323,7 @@ PF_DEVICE pf_rows pf_get_rows(const pf_call &call, const pf_sequence &s, int64_t
 #pragma unroll
     for (int r = 0; r < PF_LANE_ROWS; r++) {
         const int number = threadIdx.x % 32 / 4 + 8 * r;
-        const int64_t row = pf_min(first_row + number, num_rows - 1), i = pf_quotient(row, s.group);
+        const int64_t row = pf_min(first_row + number, num_rows - 1), i = pf_query_of_row(s, row);
         rows.query[r] = pf_get_query(call, s, kv_head * s.group + row - i * s.group, i);
         rows.factor[r] = PF_CODE_FACTOR * (PF_NARROWS_QUERIES ? factors[number] : 1.0f);
         if (call.q_scale.data)
@@ -355,8 +355,8 @@ PF_DEVICE int64_t pf_place_in_keys(const pf_call &call) {
 
 constexpr int PF_STATE_BYTES = 4 * PF_NUM_STREAMS * PF_ROWS * (PF_STATE_ROW + 2);
 constexpr int PF_RING_BYTES = PF_NUM_STREAMS * PF_STAGES * PF_STAGE_BYTES;
-static_assert(PF_QUERY_BYTES + PF_FACTOR_BYTES + PF_EXCHANGE_BYTES +
-                      (PF_RING_BYTES > PF_STATE_BYTES ? PF_RING_BYTES : PF_STATE_BYTES) <=
+constexpr int PF_RINGS_AT = PF_QUERY_BYTES + PF_FACTOR_BYTES + PF_EXCHANGE_BYTES + PF_BARRIER_BYTES;
+static_assert(PF_RINGS_AT + (PF_RING_BYTES > PF_STATE_BYTES ? PF_RING_BYTES : PF_STATE_BYTES) <=
                   PF_SHARED_BYTES,
               "the plan gives less shared memory than this takes");
 
@@ -369,7 +369,7 @@ static __device__ __noinline__ void pf_store_bad_rows(const pf_call &call, int64
     for (int64_t first = first_row; first < num_rows; first += step)
         for (int64_t row = first + threadIdx.x / 32; row < pf_min(first + PF_ROWS, num_rows);
              row += PF_WARPS) {
-            const int64_t i = pf_quotient(row, s.group);
+            const int64_t i = pf_query_of_row(s, row);
             pf_store_bad_row(call, s, kv_head * s.group + row - i * s.group, i);
         }
 }
@@ -377,25 +377,30 @@ static __device__ __noinline__ void pf_store_bad_rows(const pf_call &call, int64
 extern "C" __global__ void __launch_bounds__(32 * PF_WARPS, PF_BLOCKS_PER_SM)
     pf_decode_mma(const __grid_constant__ pf_call call) {
     PF_DYNAMIC_SHARED(shared);
+    unsigned char *const rings = shared + PF_RINGS_AT;
+    const int mine = threadIdx.x / PF_LANES;
+    unsigned char *const ring = rings + mine * PF_STAGES * PF_STAGE_BYTES;
+    uint64_t *const barriers = (uint64_t *)(rings - PF_BARRIER_BYTES) + mine * PF_STAGES;
+    if constexpr (PF_BULK) { /* who waits for them is of the same stream */
+        if (threadIdx.x % PF_LANES < PF_STAGES)
+            pf_barrier_init(&barriers[threadIdx.x % PF_LANES], 1);
+        pf_fence_barriers();
+        pf_stream_sync();
+    }
     const pf_item item = pf_get_item(call, call.num_kv_heads, call.max_splits);
     const pf_sequence s = pf_get_sequence(call, item.sequence);
     const int64_t first_row = item.row_block * PF_ROWS, num_rows = s.num_queries * s.group;
-    if (!pf_is_mine(call, s) || first_row >= num_rows || item.split >= pf_num_splits(call, s))
+    const int64_t num_splits = call.partial ? pf_num_splits(call, s) : 1;
+    if (!pf_is_mine(call, s) || first_row >= num_rows || item.split >= num_splits)
         return;
     const int64_t last_row = pf_min(first_row + PF_ROWS, num_rows) - 1;
-    const int64_t lo = call.partial ? pf_split_lo(call, s, item.split) : 0;
-    const int64_t hi = call.partial && item.split + 1 < pf_num_splits(call, s)
-                           ? pf_split_lo(call, s, item.split + 1)
-                           : s.mask.num_keys;
-    const pf_stream stream = pf_get_stream(call, s, item.head, lo, hi, first_row, last_row);
+    const pf_span keys = pf_split_keys_of(call, s, num_splits, item.split);
+    const pf_stream stream = pf_get_stream(call, s, item.head, keys.lo, keys.hi, first_row, last_row);
     const int64_t v_in_k = pf_place_in_keys(call);
 
     uint4 *const queries = (uint4 *)shared;
     float *const factors = (float *)(shared + PF_QUERY_BYTES);
     float *const exchange = (float *)(shared + PF_QUERY_BYTES + PF_FACTOR_BYTES);
-    unsigned char *const rings = shared + PF_QUERY_BYTES + PF_FACTOR_BYTES + PF_EXCHANGE_BYTES;
-    const int mine = threadIdx.x / PF_LANES;
-    unsigned char *const ring = rings + mine * PF_STAGES * PF_STAGE_BYTES;
     int32_t chunk = pf_own_chunk(stream, 0, mine), coming = chunk;
     int64_t page = pf_page_of(call, s, stream, coming);
     const auto fetch = [&](int stage) {
@@ -403,14 +408,18 @@ extern "C" __global__ void __launch_bounds__(32 * PF_WARPS, PF_BLOCKS_PER_SM)
             const int64_t here = page;
             const int32_t next = pf_own_chunk(stream, coming + 1, mine);
             page = pf_page_of(call, s, stream, next); /* one chunk ahead of its use */
-            pf_fill(call, stream, ring + stage * PF_STAGE_BYTES, coming, here, v_in_k >= 0);
+            pf_fill(call, stream, {ring + stage * PF_STAGE_BYTES, &barriers[stage]}, coming, here,
+                    v_in_k >= 0);
             coming = next;
         }
-        pf_cp_async_commit();
+        if constexpr (!PF_BULK || PF_SCALED)
+            pf_cp_async_commit();
     };
 #pragma unroll 1
     for (int stage = 0; stage < PF_STAGES - 1; stage++)
         fetch(stage);
+
+    pf_let_next_begin();
 
     pf_lay_out_queries(call, s, item.head, first_row, num_rows, queries, factors);
     __syncthreads();
@@ -437,6 +446,7 @@ extern "C" __global__ void __launch_bounds__(32 * PF_WARPS, PF_BLOCKS_PER_SM)
         for (int i = 0; i < 2 * PF_LANE_ROWS; i++)
             state.o[block][i] = 0;
 
+    uint32_t parity = 0;
     for (int stage = 0; chunk < stream.end[1]; chunk = pf_own_chunk(stream, chunk + 1, mine)) {
         const int free = stage == 0 ? PF_STAGES - 1 : stage - 1; /* read from in the last round */
         if constexpr (PF_STAGES == 1) {
@@ -445,12 +455,16 @@ extern "C" __global__ void __launch_bounds__(32 * PF_WARPS, PF_BLOCKS_PER_SM)
             pf_cp_async_wait<0>();
             pf_stream_sync();
         } else {
-            pf_cp_async_wait<PF_STAGES - 2>();
+            if constexpr (!PF_BULK || PF_SCALED)
+                pf_cp_async_wait<PF_STAGES - 2>();
+            if constexpr (PF_BULK)
+                pf_barrier_wait(&barriers[stage], parity);
             pf_stream_sync();
             fetch(free);
         }
         pf_attend(call, s, stream, rows, queries, kept, exchange, ring + stage * PF_STAGE_BYTES, chunk,
                   v_in_k, state);
+        parity ^= stage + 1 == PF_STAGES;
         stage = stage + 1 == PF_STAGES ? 0 : stage + 1;
     }
     pf_cp_async_wait<0>();
@@ -464,7 +478,7 @@ extern "C" __global__ void __launch_bounds__(32 * PF_WARPS, PF_BLOCKS_PER_SM)
         return;
     }
     for (int r = threadIdx.x / 32; r < PF_ROWS && first_row + r < num_rows; r += PF_WARPS) {
-        const int64_t i = pf_quotient(first_row + r, s.group);
+        const int64_t i = pf_query_of_row(s, first_row + r);
         const int64_t head = item.head * s.group + first_row + r - i * s.group;
         pf_merge_row(call, s, states, r, head, i, item.split);
     }

@@ -5,6 +5,7 @@
 #define PF_DECODE_STREAM_CUH
 
 #include "careful.cuh"
+#include "hopper.cuh"
 
 constexpr int PF_LANES = 32 * PF_TEAM_WARPS; /* of a stream */
 constexpr int PF_NUM_STREAMS = PF_WARPS / PF_TEAM_WARPS;
@@ -30,6 +31,8 @@ constexpr int PF_FACTOR_BYTES = pf_rounded(4 * PF_ROWS, 128);
 /* A team shares the dims of products as well: of its steps each warp has every PF_TEAM_WARPS-th. */
 constexpr int PF_OWN_STEPS = (PF_K_STEPS + PF_TEAM_WARPS - 1) / PF_TEAM_WARPS;
 constexpr int PF_EXCHANGE_BYTES = PF_TEAM_WARPS > 1 ? PF_TEAM_WARPS * PF_KEYS * 64 : 0;
+/* One barrier a stage, where rows come by bulk copies. */
+constexpr int PF_BARRIER_BYTES = PF_BULK ? pf_rounded(8 * PF_NUM_STREAMS * PF_STAGES, 128) : 0;
 constexpr int PF_STATE_ROW = PF_V_DIM + 8; /* floats; 8 more keep rows in different banks */
 constexpr bool PF_HIDES = PF_HAS(BIAS) || PF_HAS(MASK) || PF_HAS(TREE) || PF_HAS(MASK_MOD);
 /* A float16 whose exponent is 8 too small is what the bits of a float8_e4m3fn give. */
@@ -126,7 +129,7 @@ PF_DEVICE pf_stream pf_get_stream(const pf_call &call, const pf_sequence &s, int
     stream.num_keys = (int32_t)s.mask.num_keys;
     if (PF_PAGED != PF_NOT_PAGED && call.num_pages == 0)
         hi = lo; /* the sequence is bad */
-    const int64_t i = pf_quotient(first_row + min(lane % PF_ROWS, last), s.group);
+    const int64_t i = pf_query_of_row(s, first_row + min(lane % PF_ROWS, last));
     const pf_span span = pf_clip(pf_visible(&s.mask, i, lane / PF_ROWS % PF_NUM_SIDES), lo, hi);
     const int32_t span_lo = (int32_t)span.lo, span_hi = (int32_t)span.hi;
 #pragma unroll
@@ -180,8 +183,73 @@ PF_DEVICE int64_t pf_page_of(const pf_call &call, const pf_sequence &s, const pf
     return pf_min(pf_max(page, 0), call.num_pages - 1);
 }
 
-/* Starts the copies of the keys of a chunk that are `valid`, one bit each, the others become 0. `begin` is
- * the first byte of the first key, or where keys of a chunk lie in several pages of this lane's key. */
+/* A stage of a stream. */
+struct pf_stage {
+    unsigned char *bytes;
+    uint64_t *barrier; /* its phase ends when all that was asked for is there, with PF_BULK */
+};
+
+/* Zeros in the place of rows that are not `valid`. */
+template <int PIECES, int ROW_BYTES> PF_DEVICE void pf_clear_rows(unsigned char *rows, unsigned valid) {
+#pragma unroll 1
+    for (int x = threadIdx.x % 32; x < PF_KEYS * PIECES; x += 32)
+        if (!(valid >> x / PIECES & 1))
+            *(uint4 *)(rows + x / PIECES * ROW_BYTES + x % PIECES * 16) = make_uint4(0, 0, 0, 0);
+}
+
+/* Starts the copies of rows of a chunk that are `valid`, one bit each; one lane does. Without tests these are
+ * few instructions a row. */
+template <int PIECES, int ROW_BYTES>
+PF_DEVICE void pf_copy_rows_whole(unsigned char *rows, uint64_t *barrier, const char *from, int64_t step,
+                                  unsigned valid) {
+    constexpr unsigned all = (1u << PF_KEYS) - 1;
+    if ((valid & all) == all) {
+#pragma unroll
+        for (int key = 0; key < PF_KEYS; key++)
+            pf_bulk_copy_once(rows + key * ROW_BYTES, from + key * step, 16 * PIECES, barrier);
+    } else {
+#pragma unroll 1
+        for (int key = 0; key < PF_KEYS; key++)
+            if (valid >> key & 1)
+                pf_bulk_copy_once(rows + key * ROW_BYTES, from + key * step, 16 * PIECES, barrier);
+    }
+}
+
+/* Keys and values of a chunk by one bulk copy a row; `k` and `v` are the places of the first key, or where
+ * keys of a chunk lie in several pages of this lane's key. One warp of a stream does. */
+PF_DEVICE void pf_fill_whole(const pf_call &call, const pf_stage &stage, const char *k, const char *v,
+                             unsigned valid, bool v_in_k) {
+    static_assert(PF_KEYS == 16, "a lane for each row of a chunk");
+    constexpr int k_bytes = 16 * PF_K_PIECES, v_bytes = 16 * PF_V_PIECES, values = PF_KEYS * PF_K_ROW;
+    const int lane = threadIdx.x % 32;
+    if (lane == 0)
+        pf_barrier_expect(stage.barrier, __popc(valid & 0xffff) * (v_in_k ? k_bytes : k_bytes + v_bytes));
+    if ((valid & 0xffff) != 0xffff) { /* weights of 0 need values that are numbers; scores are replaced */
+        if (v_in_k)
+            pf_clear_rows<PF_K_PIECES, PF_K_ROW>(stage.bytes, valid);
+        else
+            pf_clear_rows<PF_V_PIECES, PF_V_ROW>(stage.bytes + values, valid);
+        pf_fence_async(); /* before these places are copied to again */
+    }
+    __syncwarp();
+    if constexpr (PF_PAGED == PF_ANY_PAGES) {
+        const bool is_value = lane >= PF_KEYS;
+        const int place = is_value ? values + lane % PF_KEYS * PF_V_ROW : lane * PF_K_ROW;
+        if ((valid >> lane & 1) && !(is_value && v_in_k))
+            pf_bulk_copy_once(stage.bytes + place, is_value ? v : k, is_value ? v_bytes : k_bytes,
+                              stage.barrier);
+    } else if (pf_elect()) {
+        constexpr int bytes = PF_BITS == 16 ? 2 : 1;
+        pf_copy_rows_whole<PF_K_PIECES, PF_K_ROW>(stage.bytes, stage.barrier, k, call.k.stride_token * bytes,
+                                                  valid);
+        if (!v_in_k)
+            pf_copy_rows_whole<PF_V_PIECES, PF_V_ROW>(stage.bytes + values, stage.barrier, v,
+                                                      call.v.stride_token * bytes, valid);
+    }
+}
+
+/* The same for the others, by all threads of a stream in pieces of 16 bytes; rows that are not `valid` become
+ * 0. `begin` is the first byte of the first key, or of this lane's key, likewise. */
 template <int PIECES, int STORED, int ROW_BYTES>
 PF_DEVICE void pf_copy_rows(unsigned char *rows, const char *data, int64_t begin, int64_t step,
                             unsigned valid) {
@@ -200,13 +268,14 @@ PF_DEVICE void pf_copy_rows(unsigned char *rows, const char *data, int64_t begin
         else if (!keys_between)
             from = data + begin + key * step + 16 * piece;
         if (PF_KEYS * PIECES % PF_LANES == 0 || x < PF_KEYS * PIECES)
-            pf_cp_async16(rows + key * ROW_BYTES + 16 * piece, from, (valid >> key & 1) && piece < STORED);
+            pf_cp_async16_once(rows + key * ROW_BYTES + 16 * piece, from,
+                               (valid >> key & 1) && piece < STORED);
         from += keys_between * step;
     }
 }
 
 /* Starts the copies of a chunk into a stage. */
-PF_DEVICE void pf_fill(const pf_call &call, const pf_stream &stream, unsigned char *stage, int32_t chunk,
+PF_DEVICE void pf_fill(const pf_call &call, const pf_stream &stream, const pf_stage &stage, int32_t chunk,
                        int64_t page, bool v_in_k) {
     const int lane = threadIdx.x % 32, thread = threadIdx.x % PF_LANES;
     const int32_t first = chunk * PF_KEYS, j = first + lane % PF_KEYS;
@@ -218,17 +287,22 @@ PF_DEVICE void pf_fill(const pf_call &call, const pf_stream &stream, unsigned ch
         PF_PAGED == PF_NOT_PAGED ? own : (int32_t)((uint32_t)own % (uint32_t)call.page_size);
     const int64_t pages = PF_PAGED == PF_NOT_PAGED ? 0 : page;
     constexpr int bytes = PF_BITS == 16 ? 2 : 1;
-    pf_copy_rows<PF_K_PIECES, PF_K_STORED, PF_K_ROW>(
-        stage, (const char *)call.k.data,
-        (stream.k + pages * call.k.stride_batch + place * call.k.stride_token) * bytes,
-        call.k.stride_token * bytes, valid);
-    if (!v_in_k)
-        pf_copy_rows<PF_V_PIECES, PF_V_STORED, PF_V_ROW>(
-            stage + PF_KEYS * PF_K_ROW, (const char *)call.v.data,
-            (stream.v + pages * call.v.stride_batch + place * call.v.stride_token) * bytes,
-            call.v.stride_token * bytes, valid);
+    const int64_t k = (stream.k + pages * call.k.stride_batch + place * call.k.stride_token) * bytes;
+    const int64_t v = (stream.v + pages * call.v.stride_batch + place * call.v.stride_token) * bytes;
+    if constexpr (PF_BULK) {
+        if (thread < 32)
+            pf_fill_whole(call, stage, (const char *)call.k.data + k, (const char *)call.v.data + v, valid,
+                          v_in_k);
+    } else {
+        pf_copy_rows<PF_K_PIECES, PF_K_STORED, PF_K_ROW>(stage.bytes, (const char *)call.k.data, k,
+                                                         call.k.stride_token * bytes, valid);
+        if (!v_in_k)
+            pf_copy_rows<PF_V_PIECES, PF_V_STORED, PF_V_ROW>(stage.bytes + PF_KEYS * PF_K_ROW,
+                                                             (const char *)call.v.data, v,
+                                                             call.v.stride_token * bytes, valid);
+    }
     if constexpr (PF_SCALED) {
-        unsigned char *scales = stage + PF_KEYS * (PF_K_ROW + PF_V_ROW);
+        unsigned char *scales = stage.bytes + PF_KEYS * (PF_K_ROW + PF_V_ROW);
         for (int x = thread; x < 2 * PF_KEYS; x += PF_LANES) {
             const pf_tensor &t = x < PF_KEYS ? call.k_scale : call.v_scale;
             if (!t.data)
@@ -254,7 +328,7 @@ PF_DEVICE const char *pf_query_row(const pf_call &call, const pf_sequence &s, in
                                    int64_t num_rows) {
     if (row >= num_rows)
         return nullptr;
-    const int64_t i = pf_quotient(row, s.group);
+    const int64_t i = pf_query_of_row(s, row);
     return pf_place(call.q, pf_query_offset(call.q, s, kv_head * s.group + row - i * s.group, i));
 }
 

@@ -32,13 +32,19 @@ PF_DEVICE pf_item pf_item_at(const pf_call &call, uint32_t rest, int64_t heads, 
     /* A grid has fewer than 2^31 blocks, and short numbers are divided several times as fast. */
     const uint32_t num_rows = (uint32_t)call.row_blocks, num_heads = (uint32_t)heads;
     const uint32_t num_splits = (uint32_t)splits;
+    /* Nothing begins before this is done, and a division takes longer than a jump. */
+    const auto take = [&rest](uint32_t count) -> uint32_t {
+        if (count == 1)
+            return 0;
+        const uint32_t all = rest;
+        rest /= count;
+        return all - rest * count;
+    };
     pf_item item;
-    item.row_block = rest % num_rows;
-    rest /= num_rows;
-    item.head = rest % num_heads;
-    rest /= num_heads;
-    item.split = rest % num_splits;
-    item.sequence = rest / num_splits;
+    item.row_block = take(num_rows);
+    item.head = take(num_heads);
+    item.split = take(num_splits);
+    item.sequence = rest;
     return item;
 }
 
@@ -97,7 +103,7 @@ PF_DEVICE pf_sequence pf_get_sequence(const pf_call &call, int64_t b) {
     s.q_token = s.kv_token = 0;
     s.num_queries = call.seqlen_q;
     s.bad = false;
-    s.group = call.num_kv_heads ? pf_quotient(call.num_heads, call.num_kv_heads) : 1;
+    s.group = call.num_kv_heads ? (uint32_t)call.num_heads / (uint32_t)call.num_kv_heads : 1;
     int64_t num_keys = call.seqlen_kv, end;
     if (call.cu_seqlens_q.data) {
         s.q_batch = 0;
@@ -216,17 +222,37 @@ PF_DEVICE int64_t pf_split_lo(const pf_call &call, const pf_sequence &s, int64_t
     return split * keys + pf_quotient(split * (num_keys - n * keys), n);
 }
 
+/* Both ends of a part of `num_splits`, with fewer divisions. */
+PF_DEVICE pf_span pf_split_keys_of(const pf_call &call, const pf_sequence &s, int64_t num_splits,
+                                   int64_t split) {
+    const int64_t num_keys = s.mask.num_keys;
+    if (num_splits == 1)
+        return {0, num_keys};
+    if (call.split_keys)
+        return {pf_min(split * call.split_keys, num_keys), pf_min((split + 1) * call.split_keys, num_keys)};
+    const int64_t keys = pf_quotient(num_keys, num_splits), rest = num_keys - num_splits * keys;
+    const int64_t before = rest ? pf_quotient(split * rest, num_splits) : 0; /* longer parts */
+    const int64_t lo = split * keys + before, left = split * rest - before * num_splits;
+    return {lo, lo + keys + (left + rest >= num_splits)};
+}
+
 /* The keys of a part, for a block of rows that see nothing outside of `seen`, in tiles of `tile` keys. */
 PF_DEVICE pf_span pf_split_of(const pf_call &call, const pf_sequence &s, int64_t split, const pf_span &seen,
                               int tile) {
+    const int64_t num_splits = pf_num_splits(call, s);
     if (!call.split_seen)
-        return {pf_split_lo(call, s, split), pf_split_lo(call, s, split + 1)};
-    const uint32_t number = (uint32_t)split, n = (uint32_t)pf_num_splits(call, s);
+        return pf_split_keys_of(call, s, num_splits, split);
+    const uint32_t number = (uint32_t)split, n = (uint32_t)num_splits;
     const uint32_t begin = (uint32_t)seen.lo / (uint32_t)tile;
     const uint32_t end = seen.lo < seen.hi ? ((uint32_t)seen.hi + tile - 1) / (uint32_t)tile : begin;
     const uint32_t each = (end - begin) / n, more = (end - begin) % n; /* the first ones have one more */
     const uint32_t first = begin + number * each + min(number, more), last = first + each + (number < more);
     return {(int64_t)first * tile, pf_min((int64_t)last * tile, s.mask.num_keys)};
+}
+
+/* The query of a row, where the heads of a group are rows of a block too. */
+PF_DEVICE int64_t pf_query_of_row(const pf_sequence &s, int64_t row) {
+    return s.num_queries == 1 ? 0 : pf_quotient(row, s.group);
 }
 
 /* Partial states in the workspace: o of all splits and rows, then m, then l. Rows are numbered query by query

@@ -54,6 +54,14 @@ PF_DEVICE double pf_output_factor(double m, double l, double sink) {
     return share / (l * share + exp(held - top));
 }
 
+/* The same as it is used. Without a sink that is one short division: a quotient of two floats has the same
+ * bits whether it is rounded to a float at once or by way of a double. */
+PF_DEVICE pf_real pf_finishing_factor(pf_real m, pf_real l, double sink) {
+    if (sink == -(double)pf_infinity())
+        return m == -(pf_real)pf_infinity() ? 0 : 1 / l;
+    return (pf_real)pf_output_factor((double)m, (double)l, sink);
+}
+
 PF_DEVICE double pf_log_sum_exp(double m, double l, double sink) {
     const double none = -(double)pf_infinity();
     const double keys = m == none || l == 0 ? none : m + log(l);

@@ -70,6 +70,10 @@ static inline void pf_cp_async16(void *shared, const void *global, bool valid, P
     pf_emu_async(shared, global, 16, valid, file, line);
 }
 
+static inline void pf_cp_async16_once(void *shared, const void *global, bool valid, PF_HERE) {
+    pf_emu_async(shared, global, 16, valid, file, line);
+}
+
 static inline void pf_cp_async4(void *shared, const void *global, bool valid, PF_HERE) {
     pf_emu_async(shared, global, 4, valid, file, line);
 }
@@ -81,6 +85,10 @@ static inline void pf_cp_async_commit() {
 template <int N> static inline void pf_cp_async_wait() {
     pf_emu_async_wait(N);
 }
+
+/* Launches come one after the other here. */
+static inline void pf_let_next_begin() {}
+static inline void pf_wait_for_previous() {}
 
 /* --- matrices --- */
 
