@@ -48,7 +48,10 @@ test: $(VENV)/.extra-test $(VENV)/.model ## run the tests (ARGS="-k name" picks)
 
 test-long: $(VENV)/.extra-test $(VENV)/.extra-cuda13 $(VENV)/.model ## run the exhaustive tests: sweeps, all CUDA variants
 	$(BIN)/pytest --numprocesses=$(JOBS) -m long $(ARGS)
+	$(MAKE) test-examples ARGS="-m long"
 	$(MAKE) test-pythons
+	$(if $(shell command -v chromium && command -v chromedriver),$(MAKE) test-browser ARGS="-m long", \
+		@echo "not tested: every position of the simulator, for want of chromium and chromedriver")
 	$(if $(shell command -v qemu-aarch64 && command -v aarch64-linux-gnu-gcc),$(MAKE) test-neon ARGS=--wide, \
 		@echo "not tested: aarch64, for want of qemu-aarch64 and aarch64-linux-gnu-gcc")
 
