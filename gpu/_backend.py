@@ -106,6 +106,7 @@ class CudaBackend:
             hopper=_forward_wgmma.is_on,
             mapped=not paged and all(map(_has_map, (args.k, args.v))),
             expressions=expressions,
+            indices=frozenset(name for name in _plan.INDICES if getattr(args, name) is not None),
         )
 
     def _planned(self, args: AttentionArgs) -> tuple[_device.Device, _plan.Problem, _plan.Plan]:

@@ -13,6 +13,11 @@ from ._plan import Plan, Problem, Step, Variant
 
 def plan(problem: Problem) -> Plan:
     """Return how a problem is computed."""
+    found = _plan_of(problem)
+    return found._replace(steps=_plan.for_call(problem, found.steps))
+
+
+def _plan_of(problem: Problem) -> Plan:
     if len(_plan.families_of(problem)) > 1:
         return _mixed(problem)
     for module in () if problem.wide_scores else (_decode, _forward_wgmma, _forward_mma, _forward_fma):

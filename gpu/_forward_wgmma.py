@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -11,14 +12,16 @@ from . import _forward_mma, _plan, _splits
 from ._compile import Source
 from ._plan import Plan, Problem, Step, Variant
 
-#: Until it has been run and measured on a GPU, only who asks for it before the first import gets it.
-is_on = os.environ.get("PYFLASH_CUDA_WGMMA") == "1"
+#: Who wants the kernel of other GPUs on Hopper too, to compare them, says so before the first import.
+is_on = os.environ.get("PYFLASH_CUDA_WGMMA", "1") != "0"
 
 #: Widths that rows are padded to in shared memory: 64 elements of all rows lie together there.
 CLASSES = (64, 128, 192, 256)
 CAPABILITY = 90
 #: Multiply-adds of a multiprocessor in a microsecond: what plans compare times by.
 RATE = 2.5e6
+#: Bytes that a kernel may spill: those of the warps that find blocks and copy, who have few registers.
+_SPILLS = 1024
 #: What a block of rows is, in bytes.
 _BLOCK_BYTES = 384
 
@@ -57,24 +60,37 @@ def shared_bytes(tiles: Tiles, width: int, width_v: int, *, final: bool) -> int:
     return tiles.query_stages * queries + tiles.stages * tiles.tile * (width + width_v) * 2 + barriers
 
 
-def _candidates(width: int, width_v: int) -> Iterator[Tiles]:
+#: Queries from which on blocks of three groups are filled well enough, and where rows see only what is
+#: before them.
+_LONG, _LONG_CAUSAL = 1024, 4096
+#: Keys from which on wide heads have tiles of 80 keys.
+_MANY_KEYS = 8192
+
+
+def _candidates(problem: Problem) -> Iterator[Tiles]:
     """Yield shapes, best first."""
-    widest = max(width, width_v)
+    widest = max(width_class(problem.head_dim), width_class(problem.head_dim_v))
+    final = _forward_mma.is_final(problem)
     if widest <= 64:
+        rows = problem.max_seqlen_q * (problem.group if _forward_mma.is_packed(problem) else 1)
+        if rows >= (_LONG_CAUSAL if problem.spans else _LONG) and not (final or problem.page_size):
+            yield Tiles(3, 128, 2, 2, True, 32, 160)
         yield Tiles(2, 128, 2, 2, True, 104, 200)
     if widest <= 128:
         yield Tiles(2, 128, 2, 2, True, 72, 216)
     if widest <= 192:
         yield Tiles(2, 96, 2, 1, True, 72, 216)
-    yield Tiles(2, 80, 2, 1, False, 56, 224)
+    # Tiles decide about bits: where these may not depend on others' lengths, there is one size.
+    if problem.max_seqlen_kv >= _MANY_KEYS and not problem.batch_invariant:
+        yield Tiles(2, 80, 2, 1, False, 56, 224)
     yield Tiles(2, 64, 2, 1, False, 56, 224)
 
 
 def _tiles(problem: Problem) -> Tiles | None:
     width, width_v = width_class(problem.head_dim), width_class(problem.head_dim_v)
-    for tiles in _candidates(width, width_v):
+    for tiles in _candidates(problem):
         needed = shared_bytes(tiles, width, width_v, final=_forward_mma.is_final(problem))
-        if needed <= problem.shared_bytes:
+        if needed <= problem.shared_bytes and problem.tile in (None, tiles.tile):
             return tiles
     return None
 
@@ -86,7 +102,6 @@ def takes(problem: Problem) -> bool:
         and problem.capability == CAPABILITY
         and _forward_mma.takes(problem._replace(tile=None))
         and (tiles := _tiles(problem)) is not None
-        and problem.tile in (None, tiles.tile)
         and _forward_mma.fits(problem, tiles.rows)
     )
 
@@ -158,8 +173,7 @@ def plan(problem: Problem) -> Plan | None:
 def variants() -> Iterator[Variant]:
     """Yield the kernel in every shape, and with every option in those that are used most."""
     everything = sum(bit for name, bit in _plan.TERMS.items() if not name.endswith("_mod"))
-    types, lengths = ("bfloat16",) * 3, (4096,) * 3
-    usual = Problem(CAPABILITY, 132, 232448, *types, 1, 8, 8, 128, 128, *lengths, False, 0, True, False)
+    types = ("bfloat16",) * 3
     for width, width_v in [(c, c) for c in CLASSES] + [(192, 128), (64, 128)]:
         options: list[dict[str, Any]] = [{}, {"spans": 1}]
         if width == width_v and width in (64, 128):
@@ -168,22 +182,29 @@ def variants() -> Iterator[Variant]:
                 {"spans": 1, "paged": 1, "packed": 1, "terms": everything},
                 {"spans": 1, "positive_scale": 0},
             ]
-        for option in options:
-            shape = usual._replace(
-                head_dim=width, head_dim_v=width_v, page_size=16 * option.get("paged", 0),
-                positive_scale=bool(option.get("positive_scale", 1)),
+        found: dict[Source, None] = {}
+        for option, length in itertools.product(options, (512, 16384)):
+            shape = Problem(
+                CAPABILITY, 132, 232448, *types, 1, 8, 8, width, width_v, *(length,) * 3, False,
+                16 * option.get("paged", 0), True, False,
                 terms=frozenset(("bias",) if option.get("terms") else ()),
+                spans=bool(option.get("spans")), positive_scale=bool(option.get("positive_scale", 1)),
             )  # fmt: skip
             tiles = _tiles(shape)
             assert tiles is not None
-            mapped = not option.get("paged") and option.get("positive_scale", 1) == 1
+            mapped = not option.get("paged") and "positive_scale" not in option
             source = _source(
                 tiles, width, width_v, mapped=mapped, out_dtype="bfloat16", bfloat16=True, **option
             )
-            common = width == width_v == 128 and option in ({}, {"spans": 1})
-            yield Variant(source, (CAPABILITY,), 64 if max(width, width_v) <= 128 else 256, common)
-    tiles = _tiles(usual)
-    assert tiles is not None
-    yield Variant(
-        _source(tiles, 128, 128, mapped=True, out_dtype="float16", bfloat16=False), (CAPABILITY,), 64
+            if mapped:  # as plain calls have it
+                source = source._replace(
+                    defines=(*source.defines, ("PF_INDICES", "0"), ("PF_HAS_SPLITS", "0"))
+                )
+            found[source] = None
+        for source in found:
+            plain = ("PF_INDICES", "0") in source.defines
+            yield Variant(source, (CAPABILITY,), _SPILLS, plain and width == width_v == 128)
+    float16 = _source(
+        Tiles(2, 128, 2, 2, True, 72, 216), 128, 128, mapped=True, out_dtype="float16", bfloat16=False
     )
+    yield Variant(float16, (CAPABILITY,), _SPILLS)

@@ -23,6 +23,16 @@ TERMS = {
     "score_mod": 32,
     "mask_mod": 64,
 }
+#: Bits of PF_INDICES in call.cuh, by the option of a call.
+INDICES = {
+    "cu_seqlens_q": 1,
+    "cu_seqlens_kv": 2,
+    "seq_lens": 4,
+    "block_table": 8,
+    "q_offset": 16,
+    "spans": 32,
+    "tree": 64,
+}
 #: Most blocks of a grid in its first dimension.
 MAX_BLOCKS = 2**31 - 1
 #: What stands for "no limit" among numbers of rows.
@@ -65,6 +75,7 @@ class Problem(NamedTuple):
     hopper: bool = False  # whether kernels for Hopper alone may be taken
     mapped: bool = False  # whether the copy unit can be told of k and v by a map
     expressions: tuple[tuple[str, str], ...] = ()
+    indices: frozenset[str] | None = None  # of `INDICES`; None: nobody has said
 
     @property
     def group(self) -> int:
@@ -85,6 +96,19 @@ class Problem(NamedTuple):
     def num_rows(self) -> int:
         """Rows of states."""
         return self.num_queries * self.num_heads
+
+
+def for_call(problem: Problem, steps: tuple[Step, ...]) -> tuple[Step, ...]:
+    """Return launches of kernels that know which index arrays a call has, and whether its keys are split."""
+    if problem.indices is None:
+        return steps
+    indices = "PF_INDICES", str(sum(INDICES[name] for name in problem.indices))
+
+    def told(step: Step) -> Step:
+        defines = *step.source.defines, indices, ("PF_HAS_SPLITS", str(int(step.splits.are_merged)))
+        return step._replace(source=step.source._replace(defines=defines))
+
+    return tuple(map(told, steps))
 
 
 class Splits(NamedTuple):

@@ -85,6 +85,27 @@ struct pf_call {
 #endif
 #define PF_HAS(term) (((PF_TERMS) & (PF_TERM_##term)) != 0)
 
+/* Which index arrays a call may have, where a kernel has been compiled for that. What stands beside code that
+ * is never run costs time too: all of it comes from memory. */
+#define PF_INDEX_CU_SEQLENS_Q 1
+#define PF_INDEX_CU_SEQLENS_KV 2
+#define PF_INDEX_SEQ_LENS 4
+#define PF_INDEX_BLOCK_TABLE 8
+#define PF_INDEX_Q_OFFSET 16
+#define PF_INDEX_SPANS 32
+#define PF_INDEX_TREE 64
+#ifndef PF_INDICES
+#define PF_INDICES 127
+#endif
+#define PF_MAY_HAVE(index) (((PF_INDICES) & (PF_INDEX_##index)) != 0)
+
+/* Whether states go to the workspace; a kernel of the plan may know. */
+#ifdef PF_HAS_SPLITS
+#define pf_has_splits(call) (PF_HAS_SPLITS != 0)
+#else
+#define pf_has_splits(call) ((call).partial != nullptr)
+#endif
+
 #define PF_LOG2_E 1.4426950408889634074
 #define PF_LN_2 0.69314718055994530942
 

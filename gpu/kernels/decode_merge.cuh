@@ -52,7 +52,7 @@ PF_DEVICE void pf_merge_row(const pf_call &call, const pf_sequence &s, const flo
         alpha[stream] = pf_rescaling(m[stream * PF_ROWS + r], top);
         sum = fmaf(l[stream * PF_ROWS + r], alpha[stream], sum);
     }
-    const bool partial = call.partial != nullptr;
+    const bool partial = pf_has_splits(call);
     const int64_t row = partial ? pf_state_row(call, s, head, i) : 0;
     const float factor = partial ? 0 : pf_finishing_factor(top, sum, pf_sink_of(call, head));
     char *out = pf_place(call.out, pf_query_offset(call.out, s, head, i));

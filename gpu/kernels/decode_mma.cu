@@ -390,7 +390,7 @@ extern "C" __global__ void __launch_bounds__(32 * PF_WARPS, PF_BLOCKS_PER_SM)
     const pf_item item = pf_get_item(call, call.num_kv_heads, call.max_splits);
     const pf_sequence s = pf_get_sequence(call, item.sequence);
     const int64_t first_row = item.row_block * PF_ROWS, num_rows = s.num_queries * s.group;
-    const int64_t num_splits = call.partial ? pf_num_splits(call, s) : 1;
+    const int64_t num_splits = pf_has_splits(call) ? pf_num_splits(call, s) : 1;
     if (!pf_is_mine(call, s) || first_row >= num_rows || item.split >= num_splits)
         return;
     const int64_t last_row = pf_min(first_row + PF_ROWS, num_rows) - 1;
@@ -471,7 +471,7 @@ extern "C" __global__ void __launch_bounds__(32 * PF_WARPS, PF_BLOCKS_PER_SM)
     __syncthreads(); /* states take the place of the rings */
     float *const states = (float *)rings;
     pf_lay_out_states(states, state);
-    const bool bad = !call.partial && pf_find_bad(call, s);
+    const bool bad = !pf_has_splits(call) && pf_find_bad(call, s);
     __syncthreads();
     if (bad) {
         pf_store_bad_rows(call, item.sequence, item.head, first_row);

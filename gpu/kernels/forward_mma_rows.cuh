@@ -172,13 +172,14 @@ PF_DEVICE void pf_find_tiles(const pf_call &call, pf_block &block) {
     pf_span own = {0, num_keys};
     if (PF_SPANS) { /* even lanes take the first row, odd ones the last */
         const int64_t row = lane % 2 ? pf_row_of(block, PF_ROWS - 1) : block.first;
-        own = pf_clip(pf_visible(&block.s.mask, pf_query_of(block, row), side), 0, num_keys);
+        const pf_mask mask = pf_known_mask(block.s.mask);
+        own = pf_clip(pf_visible(&mask, pf_query_of(block, row), side), 0, num_keys);
     }
     const int lo = (int)own.lo, hi = (int)own.hi;
     const int last_lo = __shfl_xor_sync(PF_WARP_ALL, lo, 1), last_hi = __shfl_xor_sync(PF_WARP_ALL, hi, 1);
     const pf_span seen = {lo, max(lo, last_hi)};
     const pf_span keys =
-        call.max_splits > 1 ? pf_split_of(call, block.s, block.split, seen, PF_TILE) : pf_span{0, num_keys};
+        pf_has_splits(call) ? pf_split_of(call, block.s, block.split, seen, PF_TILE) : pf_span{0, num_keys};
     const pf_span any = pf_clip(seen, keys.lo, keys.hi);
     const pf_span all = pf_clip({last_lo, max(last_lo, hi)}, keys.lo, keys.hi);
     if (lane % 2 == 0 && lane < 2 * PF_NUM_SIDES) {
@@ -204,7 +205,7 @@ PF_DEVICE bool pf_get_work(const pf_call &call, const pf_item &item, pf_work &wo
     work.first = item.row_block * PF_ROWS;
     work.num_rows = PF_PACKED ? work.s.num_queries * work.s.group : work.s.num_queries;
     return pf_is_mine(call, work.s) && work.first < work.num_rows &&
-           (call.max_splits <= 1 || item.split < pf_num_splits(call, work.s));
+           (!pf_has_splits(call) || item.split < pf_num_splits(call, work.s));
 }
 
 PF_DEVICE pf_block pf_get_block(const pf_call &call, const pf_work &work) {
@@ -220,7 +221,7 @@ PF_DEVICE pf_block pf_get_block(const pf_call &call, const pf_work &work) {
             pf_get_stream(call, call.v, work.s, kv_head, call.head_dim_v),
             PF_PACKED ? nullptr : pf_out_of(call, work.s, item.head, work.first),
             call.out.stride_token * pf_dtype_size(pf_out_type(call)),
-            !call.partial && !call.lse.data && !call.sinks.data,
+            !pf_has_splits(call) && !call.lse.data && !call.sinks.data,
             {},
             {},
             {},
@@ -233,7 +234,7 @@ PF_DEVICE pf_block pf_get_block(const pf_call &call, const pf_work &work) {
  * more rows than the call has blocks for. */
 PF_DEVICE void pf_store_bad_rows(const pf_call &call, const pf_block &block) {
     const int64_t step = call.row_blocks * PF_ROWS;
-    for (int64_t at = block.first; !call.partial && at < block.num_rows; at += step)
+    for (int64_t at = block.first; !pf_has_splits(call) && at < block.num_rows; at += step)
         for (int64_t row = at + threadIdx.x / 32 % PF_COPY_WARPS; row < pf_min(at + PF_ROWS, block.num_rows);
              row += PF_COPY_WARPS)
             pf_store_bad_row(call, block.s, pf_head_of(block, row), pf_query_of(block, row));
@@ -272,7 +273,7 @@ PF_DEVICE void pf_copy_queries(const pf_call &call, const pf_block &block, unsig
 
 /* What tells rows from one another: the keys that each sees, and what terms need to know. */
 PF_DEVICE void pf_look_at_rows(const pf_call &call, const pf_block &block, unsigned char *shared) {
-    const pf_mask mask = block.s.mask;
+    const pf_mask mask = pf_known_mask(block.s.mask);
     for (int row = threadIdx.x % PF_COPY_THREADS; row < PF_ROWS; row += PF_COPY_THREADS) {
         const int64_t i = pf_row_of(block, row), query = pf_query_of(block, i);
         for (int side = pf_first_side(block); side < PF_NUM_SIDES; side++) {
@@ -323,7 +324,7 @@ PF_DEVICE uint32_t pf_end_rows(const pf_call &call, const pf_block &block, int64
                 top = pf_floored(top * scale);
             state.l[m][h] = pf_quad_sum(state.l[m][h]);
         }
-    if (block.plain || !call.partial)
+    if (!pf_has_splits(call))
         return pf_store_rows(call, block, first, staged, state);
     pf_store_states(call, block, first, state);
     return 0;

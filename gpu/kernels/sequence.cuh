@@ -105,25 +105,25 @@ PF_DEVICE pf_sequence pf_get_sequence(const pf_call &call, int64_t b) {
     s.bad = false;
     s.group = call.num_kv_heads ? (uint32_t)call.num_heads / (uint32_t)call.num_kv_heads : 1;
     int64_t num_keys = call.seqlen_kv, end;
-    if (call.cu_seqlens_q.data) {
+    if (PF_MAY_HAVE(CU_SEQLENS_Q) && call.cu_seqlens_q.data) {
         s.q_batch = 0;
         s.bad |= !pf_part_of(call.cu_seqlens_q, b, call.seqlen_q, &s.q_token, &end);
         s.num_queries = end - s.q_token;
     }
-    if (call.cu_seqlens_kv.data) {
+    if (PF_MAY_HAVE(CU_SEQLENS_KV) && call.cu_seqlens_kv.data) {
         s.kv_batch = 0;
         s.bad |= !pf_part_of(call.cu_seqlens_kv, b, call.seqlen_kv, &s.kv_token, &end);
         num_keys = end - s.kv_token;
     }
-    if (call.seq_lens.data) {
-        const int64_t capacity = call.block_table.data ? call.max_pages * call.page_size : call.seqlen_kv;
+    if (PF_MAY_HAVE(SEQ_LENS) && call.seq_lens.data) {
+        const int64_t capacity = PF_MAY_HAVE(BLOCK_TABLE) && call.block_table.data ? call.max_pages * call.page_size : call.seqlen_kv;
         const int64_t said = pf_index_at(call.seq_lens, b);
         num_keys = pf_min(pf_max(said, 0), capacity);
         s.bad |= num_keys != said;
     }
     s.bad |= s.num_queries > call.max_seqlen_q;
     int64_t offset = num_keys - s.num_queries;
-    if (call.q_offset.data) {
+    if (PF_MAY_HAVE(Q_OFFSET) && call.q_offset.data) {
         const int64_t said = pf_index_at(call.q_offset, b);
         offset = pf_min(pf_max(said, -PF_MAX_POSITION), PF_MAX_POSITION);
         s.bad |= offset != said;
@@ -138,10 +138,20 @@ PF_DEVICE pf_sequence pf_get_sequence(const pf_call &call, int64_t b) {
     s.mask.window_left = call.window_left;
     s.mask.window_right = call.window_right;
     s.mask.sink_tokens = call.sink_tokens;
-    s.mask.lo = pf_ends_of(call.span_lo, s.q_batch, s.q_token);
-    s.mask.hi = pf_ends_of(call.span_hi, s.q_batch, s.q_token);
+    s.mask.lo = s.mask.hi = {};
+    if (PF_MAY_HAVE(SPANS)) {
+        s.mask.lo = pf_ends_of(call.span_lo, s.q_batch, s.q_token);
+        s.mask.hi = pf_ends_of(call.span_hi, s.q_batch, s.q_token);
+    }
     s.mask.causal = (int32_t)call.causal;
     return s;
+}
+
+/* A mask of a block, as the compiler may know it. */
+PF_DEVICE pf_mask pf_known_mask(pf_mask mask) {
+    if (!PF_MAY_HAVE(SPANS))
+        mask.lo.data = mask.hi.data = nullptr;
+    return mask;
 }
 
 PF_DEVICE int64_t pf_page_at(const pf_call &call, int64_t sequence, int64_t logical_page) {
@@ -162,20 +172,22 @@ PF_DEVICE bool pf_falls(const pf_ends &ends, int64_t i) {
 /* Whether one of `num_threads` threads finds something in an index array on the device that cannot be for
  * this sequence; it costs nothing where the host has looked. */
 PF_DEVICE bool pf_finds_bad(const pf_call &call, const pf_sequence &s, int64_t thread, int64_t num_threads) {
+    if (PF_INDICES == 0) /* the host has seen all of it */
+        return false;
     bool bad = s.bad;
     if (call.unchecked == 0 || bad)
         return bad;
-    if (call.unchecked & PF_UNCHECKED_TABLE) {
+    if (PF_MAY_HAVE(BLOCK_TABLE) && (call.unchecked & PF_UNCHECKED_TABLE)) {
         const int64_t used = pf_ceil_div(s.mask.num_keys, call.page_size);
         for (int64_t i = thread; i < used; i += num_threads) {
             const int64_t page = pf_page_at(call, s.index, i);
             bad |= page < 0 || page >= call.num_pages;
         }
     }
-    if (call.unchecked & PF_UNCHECKED_SPANS)
+    if (PF_MAY_HAVE(SPANS) && (call.unchecked & PF_UNCHECKED_SPANS))
         for (int64_t i = 1 + thread; i < s.num_queries; i += num_threads)
             bad |= pf_falls(s.mask.lo, i) || pf_falls(s.mask.hi, i);
-    if ((call.unchecked & PF_UNCHECKED_TREE) && call.tree_kind == PF_TREE_PARENTS) /* bytes cannot be bad */
+    if (PF_MAY_HAVE(TREE) && (call.unchecked & PF_UNCHECKED_TREE) && call.tree_kind == PF_TREE_PARENTS) /* bytes cannot be bad */
         for (int64_t i = thread; i < call.num_draft; i += num_threads) {
             const int64_t parent = pf_parent_of(call, s.index, i);
             bad |= parent < -1 || parent >= i;
@@ -185,8 +197,8 @@ PF_DEVICE bool pf_finds_bad(const pf_call &call, const pf_sequence &s, int64_t t
 
 /* The same by all threads of the block, which call it together and get the same answer. */
 PF_DEVICE bool pf_find_bad(const pf_call &call, const pf_sequence &s) {
-    if (call.unchecked == 0 || s.bad)
-        return s.bad;
+    if (PF_INDICES == 0 || call.unchecked == 0 || s.bad)
+        return PF_INDICES && s.bad;
     return __syncthreads_or(pf_finds_bad(call, s, threadIdx.x, blockDim.x));
 }
 
@@ -194,7 +206,7 @@ PF_DEVICE bool pf_find_bad(const pf_call &call, const pf_sequence &s) {
 PF_DEVICE int64_t pf_key_offset(const pf_call &call, const pf_tensor &t, const pf_sequence &s,
                                 int64_t kv_head, int64_t j) {
     const int64_t head = kv_head * t.stride_head;
-    if (call.block_table.data) {
+    if (PF_MAY_HAVE(BLOCK_TABLE) && call.block_table.data) {
         const int64_t page = pf_page_at(call, s.index, pf_quotient(j, call.page_size));
         return head + pf_paged_offset(page, t.stride_batch, call.page_size, j, t.stride_token);
     }
@@ -258,7 +270,7 @@ PF_DEVICE int64_t pf_query_of_row(const pf_sequence &s, int64_t row) {
 /* Partial states in the workspace: o of all splits and rows, then m, then l. Rows are numbered query by query
  * over all of q, head by head. */
 PF_DEVICE int64_t pf_num_state_rows(const pf_call &call) {
-    return (call.cu_seqlens_q.data ? 1 : call.batch) * call.seqlen_q * call.num_heads;
+    return (PF_MAY_HAVE(CU_SEQLENS_Q) && call.cu_seqlens_q.data ? 1 : call.batch) * call.seqlen_q * call.num_heads;
 }
 
 PF_DEVICE int64_t pf_state_row(const pf_call &call, const pf_sequence &s, int64_t head, int64_t i) {

@@ -57,8 +57,8 @@ def allgather_pickled(gather: Callable[[Array], Array], value: Any) -> list[Any]
 def _stream_of(device: int) -> Any:
     """Return the stream of a GPU on which messages travel beside the caller's work.
 
-    What sends them takes part of the GPU. It comes first where a kernel leaves room, or a rank would hear from
-    the others only when its kernel has ended.
+    What sends them takes part of the GPU. It comes first where a kernel leaves room, or a rank would hear
+    from the others only when its kernel has ended.
     """
     cupy = sys.modules["cupy"]
     with cupy.cuda.Device(device):

@@ -57,8 +57,8 @@ class States:
 
     Notes
     -----
-    The last merge is that of the two halves of the ranks. The state of the first rank of each half, into which
-    all others of its half are merged, has a place beside the other half's.
+    The last merge is that of the two halves of the ranks. The state of the first rank of each half, into
+    which all others of its half are merged, has a place beside the other half's.
     """
 
     def __init__(self, comm: Communicator, call: Arguments) -> None:
