@@ -63,6 +63,9 @@ def shared_bytes(tiles: Tiles, width: int, width_v: int, *, final: bool) -> int:
 #: Queries from which on blocks of three groups are filled well enough, and where rows see only what is
 #: before them.
 _LONG, _LONG_CAUSAL = 1024, 4096
+#: Keys from which on blocks whose rows do not all see the same are taken by whoever is free: they are long
+#: beside what begins and ends them, and who shares a multiprocessor with others falls behind.
+_LONG_BLOCKS = 16384
 #: Keys from which on wide heads have tiles of 80 keys.
 _MANY_KEYS = 8192
 
@@ -157,7 +160,7 @@ def prefill_step(problem: Problem) -> Step:
     blocks = _splits.Blocks(tiles.rows, tiles.tile, 1, RATE, _forward_mma.is_packed(problem))
     step = _forward_mma.step_of(problem, source, blocks, tiles.threads, shared)
     step = step._replace(box_rows=tiles.tile if problem.mapped else 0)
-    if tiles.query_stages == 1:
+    if tiles.query_stages == 1 or (problem.spans and problem.max_seqlen_kv >= _LONG_BLOCKS):
         return step
     return step._replace(num_blocks=min(step.num_blocks, problem.num_sms))
 

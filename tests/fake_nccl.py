@@ -45,7 +45,7 @@ class Stream:
 
     ptr = 7
 
-    def __init__(self, non_blocking: bool = False) -> None:
+    def __init__(self, non_blocking: bool = False, priority: int | None = None) -> None:
         self.waited: list[Event] = []
 
     def __enter__(self) -> Stream:

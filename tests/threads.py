@@ -45,6 +45,11 @@ class ThreadCommunicator:
     def __init__(self, shared: Shared, rank: int) -> None:
         self.shared, self.rank, self.size = shared, rank, shared.size
 
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether kernels go on by themselves: here they do not."""
+        return False
+
     def see(self, name: str, x: Any) -> Any:
         return _arrays.see(name, x)
 

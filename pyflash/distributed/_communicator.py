@@ -51,6 +51,10 @@ class Communicator(Protocol):
     def size(self) -> int:
         """Number of ranks."""
 
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether a kernel that has been started goes on by itself, while ranks speak to one another."""
+
     def see(self, name: str, x: Any) -> Any:
         """Return an argument as an array of the communicator's kind, over the same memory.
 

@@ -90,6 +90,11 @@ class MpiCommunicator:
         """Number of ranks."""
         return self._size  # type: ignore[no-any-return]
 
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether kernels go on by themselves: those of the host do not."""
+        return False
+
     def see(self, name: str, x: Any) -> Any:
         """Return an argument as a NumPy array over the same memory."""
         array = _arrays.see(name, x)

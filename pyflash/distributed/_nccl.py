@@ -115,6 +115,11 @@ class NcclCommunicator:
         """Number of ranks."""
         return self._size
 
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether kernels go on by themselves: those of a GPU do."""
+        return True
+
     def see(self, name: str, x: Any) -> Any:
         """Return queries, keys and values, which have to be on the GPU, and all else as kernels take it."""
         is_cupy = isinstance(x, self._cupy.ndarray)

@@ -145,20 +145,30 @@ def agreed(
     """Return the ring of a call on which all ranks agree, or raise the first error of any. A collective."""
     key = None if call is None else _routes.key_of(call)
     before, route = _routes.recall(comm.rank, key)
-    mine = None
+    mine, ring = None, None
+    if call is not None and route is not None and comm.runs_ahead:
+        # What the ranks tell one another while kernels work costs nothing.
+        ring, error = _agreement.attempt(lambda: _begun(make(comm, call, route.layouts, route)))
     if call is not None:
         mine = {"facts": call.facts, "lengths": (call.lengths_q, call.lengths_kv), "keys": (key, before)}
     everyone = _agreement.exchange(comm, mine, error)
     _agreement.check_same([one["facts"] for one in everyone])
     assert call is not None
-    layouts = call.layouts(everyone)
     keys = b"".join(one["keys"][0] or b"-" for one in everyone)
     if route is None or any(one["keys"][1] != keys for one in everyone):
-        route = _found(comm, call, layouts)
+        ring = None
+        route = _found(comm, call, call.layouts(everyone))
         _routes.remember(comm.rank, key, keys, route)
-    ring, error = _agreement.attempt(lambda: make(comm, call, layouts, route))
-    _agreement.exchange(comm, None, error)
+    if ring is None:
+        ring, error = _agreement.attempt(lambda: make(comm, call, route.layouts, route))
+        _agreement.exchange(comm, None, error)
     assert ring is not None
+    return ring
+
+
+def _begun(ring: _AnyRing) -> _AnyRing:
+    """Return a ring whose first step has begun: it needs this rank's own keys alone."""
+    ring.begin()
     return ring
 
 
@@ -172,8 +182,7 @@ def _found(comm: Communicator, call: Arguments, layouts: tuple[Layout, Layout]) 
     mine, error = _agreement.attempt(needs)
     everyone = _agreement.exchange(comm, None if mine is None else mine[1], error)
     assert mine is not None
-    num_tokens: list[int] = layouts[1].lengths.sum(axis=1).tolist()
-    return _routes.route_of(comm.rank, mine[0], everyone, num_tokens)
+    return _routes.route_of(comm.rank, mine[0], everyone, layouts)
 
 
 class _Ring:
@@ -189,6 +198,8 @@ class _Ring:
         if self._is_packed_first():
             room = max(room, self._num_tokens(comm.rank))
         self._buffers = [(self._buffer(call.k, room), self._buffer(call.v, room)) for _ in "ab"]
+        self._tree: RankTree[State] | None = None
+        self._begun: Held | None = None
 
     def _num_tokens(self, rank: int) -> int:
         return int(self._layouts[1].lengths[rank].sum())
@@ -212,11 +223,16 @@ class _Ring:
             k, v = (_by_token(x[:num_tokens]) for x in self._buffers[0])
         return Held(rank, _ranges.pair(0, num_tokens), k, v)
 
+    def begin(self) -> None:
+        """Compute with this rank's own keys, before ranks have agreed."""
+        self._tree, self._begun = RankTree(self._comm.size, self._states.merged), self._own()
+        self._take(self._tree, self._begun)
+
     def run(self) -> tuple[State | None, Exception | None]:
         """Compute while keys go round; a failure is kept until they have, for others wait for them."""
-        tree: RankTree[State] = RankTree(self._comm.size, self._states.merged)
+        tree = RankTree(self._comm.size, self._states.merged) if self._tree is None else self._tree
         rank, size = self._comm.rank, self._comm.size
-        held, failure = self._own(), None
+        held, failure = self._own() if self._begun is None else self._begun, None
         for step in range(size):
             coming = self._route.incoming[step]
             k, v = (x[: _ranges.total(coming.ranges)] for x in self._buffers[(step + 1) % 2])
@@ -232,7 +248,7 @@ class _Ring:
                 for x in (k, v)
             ]
             transfer = self._comm.start(sends, receives)
-            if failure is None:
+            if failure is None and held is not self._begun:
                 _, failure = _agreement.attempt(functools.partial(self._take, tree, held))
             transfer.wait()
             held = Held((rank - step - 1) % size, coming.ranges, _by_token(k), _by_token(v))

@@ -13,6 +13,7 @@ import numpy as np
 from .._description import Array
 from . import _ranges
 from ._arguments import Arguments
+from ._schedules import Layout
 from ._visible import Rows, messages
 
 
@@ -30,18 +31,20 @@ class Route(NamedTuple):
     outgoing: list[Array]  # stretches of what is held
     incoming: list[Message]
     calls: dict[tuple[int, bool], Any]  # of kernels, kept by `_step`: by the rank of the keys; with slopes
+    layouts: tuple[Layout, Layout]
 
 
-def route_of(rank: int, rows: Rows, needs: list[list[Array]], num_tokens: list[int]) -> Route:
+def route_of(rank: int, rows: Rows, needs: list[list[Array]], layouts: tuple[Layout, Layout]) -> Route:
     """Return the route of a rank; `needs` has, for each rank, the tokens of each origin that it sees."""
     size = len(needs)
+    num_tokens: list[int] = layouts[1].lengths.sum(axis=1).tolist()
 
     @functools.cache
     def on_the_way(origin: int) -> list[Array]:
         sent = messages(needs, origin)
         return [_ranges.pair(0, num_tokens[origin]), *sent[1:], _ranges.EMPTY]
 
-    route = Route(rows, [], [], {})
+    route = Route(rows, [], [], {}, layouts)
     for step in range(size):  # the keys of rank - step are here, and those of the rank before it come
         here, coming = on_the_way((rank - step) % size), on_the_way((rank - step - 1) % size)
         route.outgoing.append(_ranges.runs(here[step + 1], here[step]))

@@ -86,6 +86,11 @@ class TorchCommunicator:
         """Number of ranks in the group."""
         return self._size
 
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether kernels go on by themselves: those of a GPU do."""
+        return self._on_gpu
+
     def see(self, name: str, x: Any) -> Any:
         """Return queries, keys and values, which have to be tensors, and all else as kernels take it."""
         is_tensor = isinstance(x, self._torch.Tensor)

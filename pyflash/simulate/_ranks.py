@@ -76,6 +76,11 @@ class ThreadRank:
         """Number of ranks."""
         return self._shared.size
 
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether kernels go on by themselves: here they do not."""
+        return False
+
     def see(self, name: str, x: Any) -> Any:
         """Return an argument as a NumPy array over the same memory."""
         return _arrays.see(name, x)
