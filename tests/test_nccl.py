@@ -15,6 +15,8 @@ from threads import Failed, on_ranks
 import pyflash
 from pyflash.distributed import (
     _nccl,
+    _ring,
+    _routes,
     communicator,
     context_parallel_decode,
     head_parallel_attention,
@@ -122,3 +124,41 @@ def test_arrays_that_it_cannot_send(function):
     for error in caught.value.errors:
         assert isinstance(error, pyflash.UnsupportedError)
         assert "GPU 5" in str(error)
+
+
+def test_the_first_step_of_a_call_like_one_before_does_not_wait_for_the_others(monkeypatch):
+    """Its own keys need nobody; what it has computed is the result, or is dropped where ranks do not agree."""
+    began = []
+
+    def begin(self, real=_ring._Ring.begin):
+        began.append(self._comm.rank)
+        real(self)
+
+    _routes._kept.clear()
+    monkeypatch.setattr(_ring._Ring, "begin", begin)
+    q = np.random.default_rng(0).standard_normal((1, 33, 2, 8), dtype=np.float32)
+
+    def work(comm):
+        parts = placed(q[:, comm.rank_id() :: 3].copy())
+        first, second = (
+            np.asarray(ring_attention(parts, parts, parts, comm=comm, causal=True, schedule="stripe"))
+            for _ in range(2)
+        )
+        other = ring_attention(parts, parts, parts[:, ::-1], comm=comm, causal=True, schedule="stripe")
+        longer = placed(q[:, : 5 + comm.rank_id()].copy()) if comm.rank_id() else parts
+        try:  # one rank has what it had before, and begins; the others have not
+            ring_attention(longer, longer, longer, comm=comm, causal=True, schedule="stripe")
+            error = None
+        except pyflash.InvalidArgument as caught:
+            error = str(caught)
+        again = ring_attention(parts, parts, parts, comm=comm, causal=True, schedule="stripe")
+        return first, second, np.asarray(other), np.asarray(again), error
+
+    results = on_gpus(3, work)
+    want = pyflash.naive_attention(q, q, q, causal=True)
+    for rank, (first, second, _, again, _) in enumerate(results):
+        assert_same_bits(second, first)
+        assert_same_bits(again, first)
+        np.testing.assert_allclose(first, want[:, rank::3], atol=1e-5)
+    assert len({error for *_, error in results}) == 1
+    assert sorted(began) == sorted([0, 1, 2] * 3 + [0])
