@@ -127,7 +127,7 @@ def test_arrays_that_it_cannot_send(function):
 
 
 def test_the_first_step_of_a_call_like_one_before_does_not_wait_for_the_others(monkeypatch):
-    """Its own keys need nobody; what it has computed is the result, or is dropped where ranks do not agree."""
+    """Its own keys need nobody; what it has computed is used, or dropped where ranks do not agree."""
     began = []
 
     def begin(self, real=_ring._Ring.begin):

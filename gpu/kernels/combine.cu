@@ -84,7 +84,8 @@ PF_DEVICE void pf_combine_heads(const pf_call &call, int64_t token, int64_t firs
     const pf_sequence s = pf_get_sequence(call, b);
     if (!pf_is_mine(call, s))
         return;
-    const int64_t i = token - (PF_MAY_HAVE(CU_SEQLENS_Q) && call.cu_seqlens_q.data ? s.q_token : b * call.seqlen_q);
+    const int64_t i =
+        token - (PF_MAY_HAVE(CU_SEQLENS_Q) && call.cu_seqlens_q.data ? s.q_token : b * call.seqlen_q);
     const bool bad = pf_find_bad(call, s);
     const int lanes = blockDim.x / rows, own = threadIdx.x / lanes;
     const int64_t head = first + own;
@@ -109,7 +110,8 @@ PF_DEVICE void pf_combine_heads(const pf_call &call, int64_t token, int64_t firs
 
 extern "C" __global__ void __launch_bounds__(PF_MOST_THREADS)
     pf_combine(const __grid_constant__ pf_call call) {
-    const int64_t num_tokens = (PF_MAY_HAVE(CU_SEQLENS_Q) && call.cu_seqlens_q.data ? 1 : call.batch) * call.seqlen_q;
+    const int64_t num_tokens =
+        (PF_MAY_HAVE(CU_SEQLENS_Q) && call.cu_seqlens_q.data ? 1 : call.batch) * call.seqlen_q;
     const int64_t blocks = call.row_blocks; /* of one query */
     const int rows = (int)pf_ceil_div(call.num_heads, blocks);
     const int64_t step = gridDim.x / (uint32_t)blocks;

@@ -148,7 +148,7 @@ def agreed(
     mine, ring = None, None
     if call is not None and route is not None and comm.runs_ahead:
         # What the ranks tell one another while kernels work costs nothing.
-        ring, error = _agreement.attempt(lambda: _begun(make(comm, call, route.layouts, route)))
+        ring, error = _agreement.attempt(functools.partial(_begun, make, comm, call, route))
     if call is not None:
         mine = {"facts": call.facts, "lengths": (call.lengths_q, call.lengths_kv), "keys": (key, before)}
     everyone = _agreement.exchange(comm, mine, error)
@@ -160,14 +160,20 @@ def agreed(
         route = _found(comm, call, call.layouts(everyone))
         _routes.remember(comm.rank, key, keys, route)
     if ring is None:
-        ring, error = _agreement.attempt(lambda: make(comm, call, route.layouts, route))
+        ring, error = _agreement.attempt(functools.partial(make, comm, call, route.layouts, route))
         _agreement.exchange(comm, None, error)
     assert ring is not None
     return ring
 
 
-def _begun(ring: _AnyRing) -> _AnyRing:
+def _begun(
+    make: Callable[[Communicator, Arguments, tuple[Layout, Layout], Route], _AnyRing],
+    comm: Communicator,
+    call: Arguments,
+    route: Route,
+) -> _AnyRing:
     """Return a ring whose first step has begun: it needs this rank's own keys alone."""
+    ring = make(comm, call, route.layouts, route)
     ring.begin()
     return ring
 

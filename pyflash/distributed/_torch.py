@@ -74,7 +74,7 @@ class TorchCommunicator:
         self._distributed = distributed = sys.modules["torch.distributed"]
         self._group = group
         self._rank, self._size = int(distributed.get_rank(group)), int(distributed.get_world_size(group))
-        self._on_gpu = distributed.get_backend(group) == "nccl"
+        self._on_gpu: bool = distributed.get_backend(group) == "nccl"
 
     @property
     def rank(self) -> int:

@@ -32,7 +32,8 @@ static inline void pf_emu_barrier_add(uint64_t *barrier, int64_t bytes, int thre
     const int64_t left = (int64_t)(*barrier & 0xffff) - threads;
     const int64_t coming = ((int64_t)*barrier >> 33) + bytes;
     if (all == 0 || left < 0)
-        pf_emu_fail(file, line, "a barrier that has not been initialised, or more arrivals than it waits for");
+        pf_emu_fail(file, line,
+                    "a barrier that has not been initialised, or more arrivals than it waits for");
     if (left == 0 && coming == 0)
         *barrier = (parity ^ 1) << 32 | all << 16 | all;
     else
