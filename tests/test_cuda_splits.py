@@ -44,7 +44,7 @@ def test_few_queries_on_many_keys_fill_the_gpu(planned, seqlen_kv, num_kv_heads)
     problem = CHUNK._replace(max_seqlen_kv=seqlen_kv, num_kv_heads=num_kv_heads)
     plan = planned(problem)
     blocks = plan.steps[0].num_blocks
-    assert 0.9 <= blocks / slots(plan, problem) <= 1, "one wave"
+    assert 0.75 <= blocks / slots(plan, problem) <= 1, "one wave, most of it there"
     assert [step.source.name for step in plan.steps[1:]] == ["pf_combine"]
     assert _plan.workspace_bytes(problem, plan) == plan.splits.max_splits * 256 * 8 * (128 + 2) * 4
     assert any(f"splits: {plan.splits.max_splits} of the keys" in reason for reason in plan.reasons)
@@ -67,21 +67,22 @@ def test_few_keys_are_not_cut(planned, seqlen_kv):
     assert not planned(CHUNK._replace(max_seqlen_kv=seqlen_kv)).splits.are_merged
 
 
-def test_a_last_wave_of_few_blocks_is_cut():
-    """144 blocks would take twice as long as 132."""
+def test_a_last_wave_of_few_blocks_is_cut_if_they_are_long():
+    """144 blocks take twice as long as 132; of short ones that is less than a merge takes."""
     problem = CHUNK._replace(hopper=True, num_queries=2304, max_seqlen_q=2304)
-    plan = _choose.plan(problem)
+    assert not _choose.plan(problem).splits.are_merged
+    plan = _choose.plan(problem._replace(max_seqlen_kv=131072))
     assert plan.steps[0].num_blocks == 132  # each takes several
     waves = 144 * plan.splits.max_splits / 132
     assert np.ceil(waves) / waves < 1.2
 
 
 def test_parts_are_of_keys_that_are_seen(planned):
-    window = dict(causal=True, spans=True, window=(2047, -1))
+    window = dict(causal=True, spans=True, window=(4095, -1))
     long = planned(CHUNK._replace(max_seqlen_kv=131072, **window))
     short = planned(CHUNK._replace(max_seqlen_kv=8192, **window))
     assert long.splits == short.splits and long.splits.split_seen
-    assert 1 < long.splits.max_splits <= 1 + (2048 + 128) // long.tile + 1
+    assert 1 < long.splits.max_splits <= 1 + (4096 + 128) // long.tile + 1
     few = planned(CHUNK._replace(max_seqlen_kv=131072, causal=True, spans=True, window=(63, -1)))
     assert few.splits.max_splits <= 1 + (64 + 128) // few.tile
 
