@@ -84,12 +84,12 @@ PF_DEVICE void pf_combine_heads(const pf_call &call, int64_t token, int64_t firs
     const pf_sequence s = pf_get_sequence(call, b);
     if (!pf_is_mine(call, s))
         return;
-    const int64_t i = token - (PF_MAY_HAVE(CU_SEQLENS_Q) && call.cu_seqlens_q.data ? s.q_token : b * call.seqlen_q);
+    const int64_t i =
+        token - (PF_MAY_HAVE(CU_SEQLENS_Q) && call.cu_seqlens_q.data ? s.q_token : b * call.seqlen_q);
     const bool bad = pf_find_bad(call, s);
     const int lanes = blockDim.x / rows, own = threadIdx.x / lanes;
     const int64_t head = first + own;
     bool finite = true;
-    pf_wait_for_previous(); /* nothing before has read what the kernel before writes */
     if (!bad && own < rows && head < call.num_heads)
         finite = pf_combine_row(call, s, head, i, threadIdx.x - own * lanes, lanes);
     if (!__syncthreads_or(bad || !finite))
@@ -109,11 +109,11 @@ PF_DEVICE void pf_combine_heads(const pf_call &call, int64_t token, int64_t firs
 
 extern "C" __global__ void __launch_bounds__(PF_MOST_THREADS)
     pf_combine(const __grid_constant__ pf_call call) {
-    const int64_t num_tokens = (PF_MAY_HAVE(CU_SEQLENS_Q) && call.cu_seqlens_q.data ? 1 : call.batch) * call.seqlen_q;
+    const int64_t num_tokens =
+        (PF_MAY_HAVE(CU_SEQLENS_Q) && call.cu_seqlens_q.data ? 1 : call.batch) * call.seqlen_q;
     const int64_t blocks = call.row_blocks; /* of one query */
     const int rows = (int)pf_ceil_div(call.num_heads, blocks);
     const int64_t step = gridDim.x / (uint32_t)blocks;
     for (int64_t token = blockIdx.x / (uint32_t)blocks; token < num_tokens; token += step)
         pf_combine_heads(call, token, blockIdx.x % (uint32_t)blocks * rows, rows);
-    pf_wait_for_previous(); /* the kernel after this one waits for this one alone */
 }
