@@ -389,7 +389,8 @@ PF_DEVICE void pf_forward_rows(const pf_call &call, const pf_sequence &s, int64_
 extern "C" __global__ void __launch_bounds__(PF_THREADS, PF_MIN_BLOCKS)
     pf_forward_fma(const __grid_constant__ pf_call call) {
     PF_DYNAMIC_SHARED(memory);
-    const pf_item item = pf_get_item_in_sections(call, blockIdx.x, gridDim.x, call.num_heads, call.max_splits);
+    const pf_item item =
+        pf_get_item_in_sections(call, blockIdx.x, gridDim.x, call.num_heads, call.max_splits);
     __shared__ pf_sequence s; /* in registers it would take the place of sums */
     if (threadIdx.x == 0)
         s = pf_get_sequence(call, item.sequence);

@@ -116,7 +116,9 @@ PF_DEVICE pf_sequence pf_get_sequence(const pf_call &call, int64_t b) {
         num_keys = end - s.kv_token;
     }
     if (PF_MAY_HAVE(SEQ_LENS) && call.seq_lens.data) {
-        const int64_t capacity = PF_MAY_HAVE(BLOCK_TABLE) && call.block_table.data ? call.max_pages * call.page_size : call.seqlen_kv;
+        const int64_t capacity = PF_MAY_HAVE(BLOCK_TABLE) && call.block_table.data
+                                     ? call.max_pages * call.page_size
+                                     : call.seqlen_kv;
         const int64_t said = pf_index_at(call.seq_lens, b);
         num_keys = pf_min(pf_max(said, 0), capacity);
         s.bad |= num_keys != said;
@@ -187,7 +189,8 @@ PF_DEVICE bool pf_finds_bad(const pf_call &call, const pf_sequence &s, int64_t t
     if (PF_MAY_HAVE(SPANS) && (call.unchecked & PF_UNCHECKED_SPANS))
         for (int64_t i = 1 + thread; i < s.num_queries; i += num_threads)
             bad |= pf_falls(s.mask.lo, i) || pf_falls(s.mask.hi, i);
-    if (PF_MAY_HAVE(TREE) && (call.unchecked & PF_UNCHECKED_TREE) && call.tree_kind == PF_TREE_PARENTS) /* bytes cannot be bad */
+    if (PF_MAY_HAVE(TREE) && (call.unchecked & PF_UNCHECKED_TREE) &&
+        call.tree_kind == PF_TREE_PARENTS) /* bytes cannot be bad */
         for (int64_t i = thread; i < call.num_draft; i += num_threads) {
             const int64_t parent = pf_parent_of(call, s.index, i);
             bad |= parent < -1 || parent >= i;
@@ -270,7 +273,8 @@ PF_DEVICE int64_t pf_query_of_row(const pf_sequence &s, int64_t row) {
 /* Partial states in the workspace: o of all splits and rows, then m, then l. Rows are numbered query by query
  * over all of q, head by head. */
 PF_DEVICE int64_t pf_num_state_rows(const pf_call &call) {
-    return (PF_MAY_HAVE(CU_SEQLENS_Q) && call.cu_seqlens_q.data ? 1 : call.batch) * call.seqlen_q * call.num_heads;
+    return (PF_MAY_HAVE(CU_SEQLENS_Q) && call.cu_seqlens_q.data ? 1 : call.batch) * call.seqlen_q *
+           call.num_heads;
 }
 
 PF_DEVICE int64_t pf_state_row(const pf_call &call, const pf_sequence &s, int64_t head, int64_t i) {
