@@ -29,8 +29,6 @@ WIDEST, TEAM = 256, 4
 TEAM_BLOCKS = 2
 #: Registers per lane that fragments of queries may take; others are read from shared memory each time.
 QUERY_REGISTERS = 64
-#: Shortest row that is copied whole.
-BULK_BYTES = 128
 #: Keys of a split that never depends on the batch.
 INVARIANT_SPLIT_KEYS = 1024
 #: What a block costs besides its keys, beginning and end, and the merge of splits: in bytes that a
@@ -62,7 +60,6 @@ class Shape(NamedTuple):
     stages: int
     keys: int
     blocks: int  # that share a multiprocessor
-    bulk: bool = False  # rows of keys and values are copied whole
 
     @property
     def bits(self) -> int:
@@ -110,8 +107,7 @@ class Shape(NamedTuple):
         queries = self.halves * self.k_dim // 16 * 512 + 128
         exchange = self.team * self.keys * 64 if self.team > 1 else 0
         states = 4 * streams * self.rows * (self.v_dim + 8 + 2)
-        barriers = _round_up(8 * streams * self.stages, 128) if self.bulk else 0
-        return queries + exchange + barriers + max(streams * self.stages * self.stage_bytes, states)
+        return queries + exchange + max(streams * self.stages * self.stage_bytes, states)
 
     @property
     def source(self) -> Source:
@@ -134,7 +130,6 @@ class Shape(NamedTuple):
                 ("PF_WARPS", str(self.warps)),
                 ("PF_TEAM_WARPS", str(self.team)),
                 ("PF_STAGES", str(self.stages)),
-                ("PF_BULK", str(int(self.bulk))),
                 ("PF_KEEPS_QUERIES", str(int(self.keeps_queries))),
                 ("PF_SHARED_BYTES", str(self.shared_bytes)),
                 ("PF_BLOCKS_PER_SM", str(self.blocks)),
@@ -173,16 +168,9 @@ def shape_of(problem: Problem) -> Shape | None:
     )  # fmt: skip
     if shape.team > 1:
         shape = shape._replace(warps=TEAM, blocks=TEAM_BLOCKS)
-    shape = shape._replace(bulk=_copies_rows(shape, problem.capability))
     # Where bits may not depend on other rows, there is room for as many as a block can have.
     found = _fit(shape._replace(rows=MAX_ROWS) if problem.batch_invariant else shape, problem)
     return None if found is None else found._replace(rows=shape.rows)
-
-
-def _copies_rows(shape: Shape, capability: int) -> bool:
-    """Return whether rows of keys and values are brought whole, by bulk copies."""
-    dims, stored = (shape.k_dim, shape.v_dim), (shape.head_dim, shape.head_dim_v)
-    return capability >= 90 and dims == stored and min(dims) * shape.bits // 8 >= BULK_BYTES
 
 
 def _fit(shape: Shape, problem: Problem) -> Shape | None:

@@ -68,13 +68,8 @@ class Device(Protocol):
         shared_bytes: int,
         stream: int,
         argument: Array,
-        overlaps: bool = False,
     ) -> None:
-        """Start a kernel whose only parameter is a struct, `argument`, by value.
-
-        One that `overlaps` waits itself, in all of its blocks, for the launch before it on the stream, where
-        the device can let it begin earlier.
-        """
+        """Start a kernel whose only parameter is a struct, `argument`, by value."""
 
     def tensor_map(
         self, address: int, extents: tuple[int, ...], strides: tuple[int, ...], rows: int
@@ -118,34 +113,6 @@ class Platform(Protocol):
 
     def report(self) -> list[tuple[str, str]]:
         """Return labels and values that say which GPUs and which versions of what drives them there are."""
-
-
-class _LaunchAttribute(ctypes.Structure):
-    """CUlaunchAttribute, of the kind whose value is an int."""
-
-    _fields_ = (
-        ("id", ctypes.c_int),
-        ("padding", ctypes.c_int),
-        ("value", ctypes.c_int),
-        ("rest", ctypes.c_int * 15),
-    )
-
-
-class _LaunchConfig(ctypes.Structure):
-    """CUlaunchConfig."""
-
-    _fields_ = (
-        ("grid", ctypes.c_uint * 3),
-        ("block", ctypes.c_uint * 3),
-        ("shared_bytes", ctypes.c_uint),
-        ("stream", ctypes.c_void_p),
-        ("attributes", ctypes.POINTER(_LaunchAttribute)),
-        ("num_attributes", ctypes.c_uint),
-    )
-
-
-#: CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION: the launch may begin before the one before it ends.
-_OVERLAP = (_LaunchAttribute * 1)(_LaunchAttribute(6, 0, 1))
 
 
 class _CupyKernel:
@@ -197,8 +164,6 @@ class _CupyDevice:
         self.architecture = _architecture(self.capability)
         self.num_sms = properties["multiProcessorCount"]
         self.shared_bytes = properties["sharedMemPerBlockOptin"]
-        #: Drivers before that of CUDA 12.3 cannot put such a launch into a graph.
-        self._can_overlap = self.capability >= 90 and self._runtime.driverGetVersion() >= 12030
 
     def current(self) -> _On:
         return _On(self._runtime, self.index)
@@ -230,7 +195,6 @@ class _CupyDevice:
         shared_bytes: int,
         stream: int,
         argument: Array,
-        overlaps: bool = False,
     ) -> None:
         parameters = (ctypes.c_void_p * 1)(argument.ctypes.data)
         with self.current():
@@ -238,14 +202,9 @@ class _CupyDevice:
                 status = self._driver.cuFuncSetAttribute(kernel.handle, _MAX_DYNAMIC_SHARED, shared_bytes)
                 _check(self._driver, status, f"give a kernel {shared_bytes} bytes of shared memory")
                 kernel.shared_bytes = shared_bytes
-            if overlaps and self._can_overlap:
-                config = _LaunchConfig(grid, (threads, 1, 1), shared_bytes, stream, _OVERLAP, len(_OVERLAP))
-                status = self._driver.cuLaunchKernelEx(ctypes.byref(config), kernel.handle, parameters, None)
-            else:
-                place = ctypes.c_void_p(stream)
-                status = self._driver.cuLaunchKernel(
-                    kernel.handle, *grid, threads, 1, 1, shared_bytes, place, parameters, None
-                )
+            status = self._driver.cuLaunchKernel(
+                kernel.handle, *grid, threads, 1, 1, shared_bytes, ctypes.c_void_p(stream), parameters, None
+            )
             if self._captures(stream):
                 self._captured[id(kernel)] = kernel
         _check(self._driver, status, "launch a kernel of pyflash")
@@ -398,7 +357,6 @@ def _driver_library() -> Any:
     library = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
     word, place = ctypes.c_uint, ctypes.c_void_p
     library.cuLaunchKernel.argtypes = [place, *(word,) * 7, place, place, place]
-    library.cuLaunchKernelEx.argtypes = [place, place, place, place]
     library.cuFuncSetAttribute.argtypes = [place, ctypes.c_int, ctypes.c_int]
     library.cuThreadExchangeStreamCaptureMode.argtypes = [place]
     return library

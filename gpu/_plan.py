@@ -135,7 +135,6 @@ class Step(NamedTuple):
     fields: tuple[tuple[str, int], ...] = ()  # of pf_call, that this step sets
     splits: Splits = Splits()
     box_rows: int | None = None  # of boxes of k and v for the copy unit; 0: there is room for maps only
-    overlaps: bool = False  # waits itself for the launch before it, and may begin earlier
 
 
 class Plan(NamedTuple):
@@ -242,7 +241,7 @@ def combine_step(problem: Problem, fields: tuple[tuple[str, int], ...], splits: 
     tokens = max(min(problem.num_queries, MAX_BLOCKS // blocks), 1)
     defines = (*generic_defines(problem), ("PF_OUTPUTS", str(outputs)))
     source = Source("combine.cu", "pf_combine", defines, problem.expressions)
-    return Step(source, threads, blocks * tokens, 0, (*fields, ("row_blocks", blocks)), splits, overlaps=True)
+    return Step(source, threads, blocks * tokens, 0, (*fields, ("row_blocks", blocks)), splits)
 
 
 def with_merge(problem: Problem, step: Step, family: str) -> tuple[Step, ...]:

@@ -41,7 +41,6 @@ class Prepared(NamedTuple):
     shared_bytes: int
     words: Array  # its argument
     uses_workspace: bool
-    overlaps: bool
     maps: tuple[Map, ...] = ()
 
     def put(self, device: _device.Device, stream: int, workspace: int) -> None:
@@ -65,7 +64,7 @@ class Prepared(NamedTuple):
         for one in self.maps:
             found = device.tensor_map(int(words[one.of]), one.extents, one.strides, one.rows)
             words[one.at : one.at + _MAP_WORDS] = found
-        device.launch(self.kernel, self.grid, self.threads, self.shared_bytes, stream, words, self.overlaps)
+        device.launch(self.kernel, self.grid, self.threads, self.shared_bytes, stream, words)
 
 
 def _position(field: str) -> int:
@@ -98,7 +97,7 @@ def prepare(device: _device.Device, step: _plan.Step, call: Array) -> Prepared:
     kernel = _compile.kernel(device, step.source)
     grid = step.num_blocks, 1, 1
     merged = step.splits.are_merged
-    return Prepared(kernel, grid, step.threads, step.shared_bytes, words, merged, step.overlaps, maps)
+    return Prepared(kernel, grid, step.threads, step.shared_bytes, words, merged, maps)
 
 
 def _map(call: Array, field: str, width: str, at: int, step: _plan.Step) -> Map:

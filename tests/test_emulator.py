@@ -337,10 +337,6 @@ FAULTS = {
         "PF_DYNAMIC_SHARED(x); pf_cp_async16(x + 4, a, true);",
         "not 16 aligned bytes of shared memory",
     ),
-    "a bulk copy of an odd number of bytes": (
-        "PF_DYNAMIC_SHARED(x); if (t == 0) pf_bulk_copy_once(x, a, 24, (uint64_t *)(x + 64));",
-        "bulk copy of 24 bytes .* not aligned",
-    ),
     "bytes that never come": (
         "PF_DYNAMIC_SHARED(x); uint64_t *b = (uint64_t *)x; if (t == 0) { pf_barrier_init(b, 1); "
         "pf_barrier_expect(b, 16); pf_barrier_wait(b, 0); }",
@@ -359,8 +355,9 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_are_reported(monkeypatch, fault):
-    monkeypatch.setenv("PYFLASH_EMULATOR_SECONDS", "0.2")
     body, reason = FAULTS[fault]
+    if reason == "did not end in time":
+        monkeypatch.setenv("PYFLASH_EMULATOR_SECONDS", "0.2")
     with pytest.raises(EmulationError, match=reason):
         launch(body, np.zeros(32, np.int32), shared=1024)
     # The emulator is as good as before.
@@ -562,40 +559,6 @@ def test_a_copy_that_is_not_valid_reads_nothing():
     body = "PF_DYNAMIC_SHARED(x); pf_cp_async16(x, (void *)16, false); pf_cp_async_commit();"
     body += "pf_cp_async_wait<0>(); a[t] = ((int *)x)[t];"
     assert launch(body, np.ones(4, np.int32), block=4, shared=16)[0].tolist() == [0] * 4
-
-
-BULK = """
-    PF_DYNAMIC_SHARED(bytes);
-    int *x = (int *)bytes;
-    uint64_t *barrier = (uint64_t *)(bytes + 128);
-    x[t] = -1;
-    if (t == 0) pf_barrier_init(barrier, 1);
-    __syncwarp();
-    if (t == 0) pf_barrier_expect(barrier, 128);
-    __syncwarp();
-    if (t < 2) pf_bulk_copy_once(x + 16 * t, a + 16 * t, 64, barrier);
-"""
-
-
-def test_bulk_copies_land_when_they_are_waited_for():
-    x = np.arange(100, 132, dtype=np.int32)
-    body = BULK + "__syncwarp(); b[t] = x[t]; __syncwarp(); pf_barrier_wait(barrier, 0); c[t] = x[t];"
-    _, before, after = launch(body, x, *np.zeros((2, 32), np.int32), shared=256)
-    assert (before == -1).all() and after.tolist() == x.tolist()
-
-
-def test_bulk_copies_may_land_early(monkeypatch):
-    landed = set()
-    for seed in range(1, 6):
-        monkeypatch.setenv("PYFLASH_EMULATOR_SEED", str(seed))
-        x = np.arange(100, 132, dtype=np.int32)
-        landed |= set(launch(BULK + "__syncwarp(); b[t] = x[t];", x, np.zeros(32, np.int32), shared=256)[1])
-    assert -1 in landed and len(landed) > 8
-
-
-def test_one_lane_is_elected():
-    (got,) = launch("a[t] = pf_elect();", np.zeros(32, np.int32))
-    assert got.sum() == 1
 
 
 # --- matrices ---

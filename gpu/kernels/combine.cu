@@ -90,7 +90,6 @@ PF_DEVICE void pf_combine_heads(const pf_call &call, int64_t token, int64_t firs
     const int lanes = blockDim.x / rows, own = threadIdx.x / lanes;
     const int64_t head = first + own;
     bool finite = true;
-    pf_wait_for_previous(); /* nothing before has read what the kernel before writes */
     if (!bad && own < rows && head < call.num_heads)
         finite = pf_combine_row(call, s, head, i, threadIdx.x - own * lanes, lanes);
     if (!__syncthreads_or(bad || !finite))
@@ -117,5 +116,4 @@ extern "C" __global__ void __launch_bounds__(PF_MOST_THREADS)
     const int64_t step = gridDim.x / (uint32_t)blocks;
     for (int64_t token = blockIdx.x / (uint32_t)blocks; token < num_tokens; token += step)
         pf_combine_heads(call, token, blockIdx.x % (uint32_t)blocks * rows, rows);
-    pf_wait_for_previous(); /* the kernel after this one waits for this one alone */
 }

@@ -355,7 +355,7 @@ PF_DEVICE int64_t pf_place_in_keys(const pf_call &call) {
 
 constexpr int PF_STATE_BYTES = 4 * PF_NUM_STREAMS * PF_ROWS * (PF_STATE_ROW + 2);
 constexpr int PF_RING_BYTES = PF_NUM_STREAMS * PF_STAGES * PF_STAGE_BYTES;
-constexpr int PF_RINGS_AT = PF_QUERY_BYTES + PF_FACTOR_BYTES + PF_EXCHANGE_BYTES + PF_BARRIER_BYTES;
+constexpr int PF_RINGS_AT = PF_QUERY_BYTES + PF_FACTOR_BYTES + PF_EXCHANGE_BYTES;
 static_assert(PF_RINGS_AT + (PF_RING_BYTES > PF_STATE_BYTES ? PF_RING_BYTES : PF_STATE_BYTES) <=
                   PF_SHARED_BYTES,
               "the plan gives less shared memory than this takes");
@@ -380,13 +380,6 @@ extern "C" __global__ void __launch_bounds__(32 * PF_WARPS, PF_BLOCKS_PER_SM)
     unsigned char *const rings = shared + PF_RINGS_AT;
     const int mine = threadIdx.x / PF_LANES;
     unsigned char *const ring = rings + mine * PF_STAGES * PF_STAGE_BYTES;
-    uint64_t *const barriers = (uint64_t *)(rings - PF_BARRIER_BYTES) + mine * PF_STAGES;
-    if constexpr (PF_BULK) { /* who waits for them is of the same stream */
-        if (threadIdx.x % PF_LANES < PF_STAGES)
-            pf_barrier_init(&barriers[threadIdx.x % PF_LANES], 1);
-        pf_fence_barriers();
-        pf_stream_sync();
-    }
     const pf_item item = pf_get_item(call, call.num_kv_heads, call.max_splits);
     const pf_sequence s = pf_get_sequence(call, item.sequence);
     const int64_t first_row = item.row_block * PF_ROWS, num_rows = s.num_queries * s.group;
@@ -408,18 +401,14 @@ extern "C" __global__ void __launch_bounds__(32 * PF_WARPS, PF_BLOCKS_PER_SM)
             const int64_t here = page;
             const int32_t next = pf_own_chunk(stream, coming + 1, mine);
             page = pf_page_of(call, s, stream, next); /* one chunk ahead of its use */
-            pf_fill(call, stream, {ring + stage * PF_STAGE_BYTES, &barriers[stage]}, coming, here,
-                    v_in_k >= 0);
+            pf_fill(call, stream, ring + stage * PF_STAGE_BYTES, coming, here, v_in_k >= 0);
             coming = next;
         }
-        if constexpr (!PF_BULK || PF_SCALED)
-            pf_cp_async_commit();
+        pf_cp_async_commit();
     };
 #pragma unroll 1
     for (int stage = 0; stage < PF_STAGES - 1; stage++)
         fetch(stage);
-
-    pf_let_next_begin();
 
     pf_lay_out_queries(call, s, item.head, first_row, num_rows, queries, factors);
     __syncthreads();
@@ -446,7 +435,6 @@ extern "C" __global__ void __launch_bounds__(32 * PF_WARPS, PF_BLOCKS_PER_SM)
         for (int i = 0; i < 2 * PF_LANE_ROWS; i++)
             state.o[block][i] = 0;
 
-    uint32_t parity = 0;
     for (int stage = 0; chunk < stream.end[1]; chunk = pf_own_chunk(stream, chunk + 1, mine)) {
         const int free = stage == 0 ? PF_STAGES - 1 : stage - 1; /* read from in the last round */
         if constexpr (PF_STAGES == 1) {
@@ -455,16 +443,12 @@ extern "C" __global__ void __launch_bounds__(32 * PF_WARPS, PF_BLOCKS_PER_SM)
             pf_cp_async_wait<0>();
             pf_stream_sync();
         } else {
-            if constexpr (!PF_BULK || PF_SCALED)
-                pf_cp_async_wait<PF_STAGES - 2>();
-            if constexpr (PF_BULK)
-                pf_barrier_wait(&barriers[stage], parity);
+            pf_cp_async_wait<PF_STAGES - 2>();
             pf_stream_sync();
             fetch(free);
         }
         pf_attend(call, s, stream, rows, queries, kept, exchange, ring + stage * PF_STAGE_BYTES, chunk,
                   v_in_k, state);
-        parity ^= stage + 1 == PF_STAGES;
         stage = stage + 1 == PF_STAGES ? 0 : stage + 1;
     }
     pf_cp_async_wait<0>();

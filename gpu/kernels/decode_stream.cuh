@@ -5,7 +5,7 @@
 #define PF_DECODE_STREAM_CUH
 
 #include "careful.cuh"
-#include "hopper.cuh"
+#include "ptx.cuh"
 
 constexpr int PF_LANES = 32 * PF_TEAM_WARPS; /* of a stream */
 constexpr int PF_NUM_STREAMS = PF_WARPS / PF_TEAM_WARPS;
@@ -31,8 +31,6 @@ constexpr int PF_FACTOR_BYTES = pf_rounded(4 * PF_ROWS, 128);
 /* A team shares the dims of products as well: of its steps each warp has every PF_TEAM_WARPS-th. */
 constexpr int PF_OWN_STEPS = (PF_K_STEPS + PF_TEAM_WARPS - 1) / PF_TEAM_WARPS;
 constexpr int PF_EXCHANGE_BYTES = PF_TEAM_WARPS > 1 ? PF_TEAM_WARPS * PF_KEYS * 64 : 0;
-/* One barrier a stage, where rows come by bulk copies. */
-constexpr int PF_BARRIER_BYTES = PF_BULK ? pf_rounded(8 * PF_NUM_STREAMS * PF_STAGES, 128) : 0;
 constexpr int PF_STATE_ROW = PF_V_DIM + 8; /* floats; 8 more keep rows in different banks */
 constexpr bool PF_HIDES = PF_HAS(BIAS) || PF_HAS(MASK) || PF_HAS(TREE) || PF_HAS(MASK_MOD);
 /* A float16 whose exponent is 8 too small is what the bits of a float8_e4m3fn give. */
@@ -183,73 +181,8 @@ PF_DEVICE int64_t pf_page_of(const pf_call &call, const pf_sequence &s, const pf
     return pf_min(pf_max(page, 0), call.num_pages - 1);
 }
 
-/* A stage of a stream. */
-struct pf_stage {
-    unsigned char *bytes;
-    uint64_t *barrier; /* its phase ends when all that was asked for is there, with PF_BULK */
-};
-
-/* Zeros in the place of rows that are not `valid`. */
-template <int PIECES, int ROW_BYTES> PF_DEVICE void pf_clear_rows(unsigned char *rows, unsigned valid) {
-#pragma unroll 1
-    for (int x = threadIdx.x % 32; x < PF_KEYS * PIECES; x += 32)
-        if (!(valid >> x / PIECES & 1))
-            *(uint4 *)(rows + x / PIECES * ROW_BYTES + x % PIECES * 16) = make_uint4(0, 0, 0, 0);
-}
-
-/* Starts the copies of rows of a chunk that are `valid`, one bit each; one lane does. Without tests these are
- * few instructions a row. */
-template <int PIECES, int ROW_BYTES>
-PF_DEVICE void pf_copy_rows_whole(unsigned char *rows, uint64_t *barrier, const char *from, int64_t step,
-                                  unsigned valid) {
-    constexpr unsigned all = (1u << PF_KEYS) - 1;
-    if ((valid & all) == all) {
-#pragma unroll
-        for (int key = 0; key < PF_KEYS; key++)
-            pf_bulk_copy_once(rows + key * ROW_BYTES, from + key * step, 16 * PIECES, barrier);
-    } else {
-#pragma unroll 1
-        for (int key = 0; key < PF_KEYS; key++)
-            if (valid >> key & 1)
-                pf_bulk_copy_once(rows + key * ROW_BYTES, from + key * step, 16 * PIECES, barrier);
-    }
-}
-
-/* Keys and values of a chunk by one bulk copy a row; `k` and `v` are the places of the first key, or where
- * keys of a chunk lie in several pages of this lane's key. One warp of a stream does. */
-PF_DEVICE void pf_fill_whole(const pf_call &call, const pf_stage &stage, const char *k, const char *v,
-                             unsigned valid, bool v_in_k) {
-    static_assert(PF_KEYS == 16, "a lane for each row of a chunk");
-    constexpr int k_bytes = 16 * PF_K_PIECES, v_bytes = 16 * PF_V_PIECES, values = PF_KEYS * PF_K_ROW;
-    const int lane = threadIdx.x % 32;
-    if (lane == 0)
-        pf_barrier_expect(stage.barrier, __popc(valid & 0xffff) * (v_in_k ? k_bytes : k_bytes + v_bytes));
-    if ((valid & 0xffff) != 0xffff) { /* weights of 0 need values that are numbers; scores are replaced */
-        if (v_in_k)
-            pf_clear_rows<PF_K_PIECES, PF_K_ROW>(stage.bytes, valid);
-        else
-            pf_clear_rows<PF_V_PIECES, PF_V_ROW>(stage.bytes + values, valid);
-        pf_fence_async(); /* before these places are copied to again */
-    }
-    __syncwarp();
-    if constexpr (PF_PAGED == PF_ANY_PAGES) {
-        const bool is_value = lane >= PF_KEYS;
-        const int place = is_value ? values + lane % PF_KEYS * PF_V_ROW : lane * PF_K_ROW;
-        if ((valid >> lane & 1) && !(is_value && v_in_k))
-            pf_bulk_copy_once(stage.bytes + place, is_value ? v : k, is_value ? v_bytes : k_bytes,
-                              stage.barrier);
-    } else if (pf_elect()) {
-        constexpr int bytes = PF_BITS == 16 ? 2 : 1;
-        pf_copy_rows_whole<PF_K_PIECES, PF_K_ROW>(stage.bytes, stage.barrier, k, call.k.stride_token * bytes,
-                                                  valid);
-        if (!v_in_k)
-            pf_copy_rows_whole<PF_V_PIECES, PF_V_ROW>(stage.bytes + values, stage.barrier, v,
-                                                      call.v.stride_token * bytes, valid);
-    }
-}
-
-/* The same for the others, by all threads of a stream in pieces of 16 bytes; rows that are not `valid` become
- * 0. `begin` is the first byte of the first key, or of this lane's key, likewise. */
+/* Starts the copies of the keys of a chunk that are `valid`, one bit each, the others become 0. `begin` is
+ * the first byte of the first key, or where keys of a chunk lie in several pages of this lane's key. */
 template <int PIECES, int STORED, int ROW_BYTES>
 PF_DEVICE void pf_copy_rows(unsigned char *rows, const char *data, int64_t begin, int64_t step,
                             unsigned valid) {
@@ -275,7 +208,7 @@ PF_DEVICE void pf_copy_rows(unsigned char *rows, const char *data, int64_t begin
 }
 
 /* Starts the copies of a chunk into a stage. */
-PF_DEVICE void pf_fill(const pf_call &call, const pf_stream &stream, const pf_stage &stage, int32_t chunk,
+PF_DEVICE void pf_fill(const pf_call &call, const pf_stream &stream, unsigned char *stage, int32_t chunk,
                        int64_t page, bool v_in_k) {
     const int lane = threadIdx.x % 32, thread = threadIdx.x % PF_LANES;
     const int32_t first = chunk * PF_KEYS, j = first + lane % PF_KEYS;
@@ -287,22 +220,17 @@ PF_DEVICE void pf_fill(const pf_call &call, const pf_stream &stream, const pf_st
         PF_PAGED == PF_NOT_PAGED ? own : (int32_t)((uint32_t)own % (uint32_t)call.page_size);
     const int64_t pages = PF_PAGED == PF_NOT_PAGED ? 0 : page;
     constexpr int bytes = PF_BITS == 16 ? 2 : 1;
-    const int64_t k = (stream.k + pages * call.k.stride_batch + place * call.k.stride_token) * bytes;
-    const int64_t v = (stream.v + pages * call.v.stride_batch + place * call.v.stride_token) * bytes;
-    if constexpr (PF_BULK) {
-        if (thread < 32)
-            pf_fill_whole(call, stage, (const char *)call.k.data + k, (const char *)call.v.data + v, valid,
-                          v_in_k);
-    } else {
-        pf_copy_rows<PF_K_PIECES, PF_K_STORED, PF_K_ROW>(stage.bytes, (const char *)call.k.data, k,
-                                                         call.k.stride_token * bytes, valid);
-        if (!v_in_k)
-            pf_copy_rows<PF_V_PIECES, PF_V_STORED, PF_V_ROW>(stage.bytes + PF_KEYS * PF_K_ROW,
-                                                             (const char *)call.v.data, v,
-                                                             call.v.stride_token * bytes, valid);
-    }
+    pf_copy_rows<PF_K_PIECES, PF_K_STORED, PF_K_ROW>(
+        stage, (const char *)call.k.data,
+        (stream.k + pages * call.k.stride_batch + place * call.k.stride_token) * bytes,
+        call.k.stride_token * bytes, valid);
+    if (!v_in_k)
+        pf_copy_rows<PF_V_PIECES, PF_V_STORED, PF_V_ROW>(
+            stage + PF_KEYS * PF_K_ROW, (const char *)call.v.data,
+            (stream.v + pages * call.v.stride_batch + place * call.v.stride_token) * bytes,
+            call.v.stride_token * bytes, valid);
     if constexpr (PF_SCALED) {
-        unsigned char *scales = stage.bytes + PF_KEYS * (PF_K_ROW + PF_V_ROW);
+        unsigned char *scales = stage + PF_KEYS * (PF_K_ROW + PF_V_ROW);
         for (int x = thread; x < 2 * PF_KEYS; x += PF_LANES) {
             const pf_tensor &t = x < PF_KEYS ? call.k_scale : call.v_scale;
             if (!t.data)

@@ -29,6 +29,13 @@ PF_DEVICE void pf_barrier_arrive(uint64_t *barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(pf_shared_address(barrier)) : "memory");
 }
 
+/* Arrives at a barrier whose phase is to end only when this many bytes have come as well. */
+PF_DEVICE void pf_barrier_expect(uint64_t *barrier, uint32_t bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(pf_shared_address(barrier)),
+                 "r"(bytes)
+                 : "memory");
+}
+
 /* Arrives as soon as all copies that this thread has begun have come. */
 PF_DEVICE void pf_cp_async_arrive(uint64_t *barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(pf_shared_address(barrier))
@@ -84,40 +91,6 @@ PF_DEVICE void pf_group_arrive(int id, int num_threads) {
  */
 PF_DEVICE void pf_fence_async() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}
-
-/* --- bulk copies, which say themselves how much of them has come --- */
-
-/* One lane of a whole warp, always the same: what it alone does, the compiler does once, without a loop over
- * the lanes that might be there. */
-PF_DEVICE bool pf_elect() {
-    uint32_t chosen;
-    asm volatile("{\n.reg .pred chosen;\n"
-                 "elect.sync _|chosen, 0xffffffff;\n"
-                 "selp.b32 %0, 1, 0, chosen;\n}"
-                 : "=r"(chosen));
-    return chosen;
-}
-
-/* Arrives at a barrier whose phase is to end only when this many bytes have come as well. */
-PF_DEVICE void pf_barrier_expect(uint64_t *barrier, uint32_t bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(pf_shared_address(barrier)),
-                 "r"(bytes)
-                 : "memory");
-}
-
-/* After the first settings of barriers, before copies and other threads use them. */
-PF_DEVICE void pf_fence_barriers() {
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-}
-
-/* Starts the copy of bytes that are read once and that the barrier expects, a multiple of 16 as both places.
- */
-PF_DEVICE void pf_bulk_copy_once(void *shared, const void *global, uint32_t bytes, uint64_t *barrier) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
-                 "[%0], [%1], %2, [%3], %4;" ::"r"(pf_shared_address(shared)),
-                 "l"(global), "r"(bytes), "r"(pf_shared_address(barrier)), "l"(PF_READ_ONCE)
-                 : "memory");
 }
 
 /* Registers of each thread of this warpgroup from here on. */

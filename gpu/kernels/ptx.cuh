@@ -136,20 +136,6 @@ template <int N> PF_DEVICE void pf_cp_async_wait() {
 #endif
 }
 
-/* The next launch may begin as soon as all blocks have said so, if it waits for the end of this one itself.
- */
-PF_DEVICE void pf_let_next_begin() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
-
-PF_DEVICE void pf_wait_for_previous() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-
 /* Matrices of 8 x 8 16-bit numbers, one row address a lane. */
 PF_DEVICE void pf_ldmatrix_x4(uint32_t (&r)[4], const void *row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"

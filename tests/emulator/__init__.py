@@ -184,7 +184,6 @@ class Device:
         shared_bytes: int,
         stream: int,
         argument: np.ndarray,
-        overlaps: bool = False,
     ) -> None:
         """Run a kernel to its end; `argument` is the one struct that it takes, by value."""
         if not all(1 <= n <= most for n, most in zip(grid, MAX_GRID, strict=True)):

@@ -8,22 +8,7 @@ static inline uint32_t pf_shared_address(const void *shared) {
     return (uint32_t)((const unsigned char *)shared - pf_emu_shared);
 }
 
-/* --- barriers in shared memory: bytes to come in a phase, its parity, threads of a phase, threads to come
- * ---
- */
-
-/* Bulk copies that are under way, with the barrier of each. They land when somebody waits there, or in random
- * order also at once. A barrier that expects bytes keeps their number above its parity, and is for one
- * arrival a phase. */
-struct pf_emu_bulk {
-    void *shared;
-    const void *global;
-    uint32_t bytes;
-    uint64_t *barrier;
-};
-
-static pf_emu_bulk pf_emu_bulks[4096];
-static int pf_emu_num_bulks;
+/* --- barriers in shared memory: bytes to come in a phase, its parity, its threads, those to come --- */
 
 /* A phase ends when no thread and no byte is left to come. */
 static inline void pf_emu_barrier_add(uint64_t *barrier, int64_t bytes, int threads, const char *file,
@@ -40,47 +25,7 @@ static inline void pf_emu_barrier_add(uint64_t *barrier, int64_t bytes, int thre
         *barrier = (uint64_t)coming << 33 | parity << 32 | all << 16 | (uint64_t)left;
 }
 
-static inline void pf_emu_bulk_land(const pf_emu_bulk &one) {
-    __builtin_memcpy(one.shared, one.global, one.bytes);
-    pf_emu_barrier_add(one.barrier, -(int64_t)one.bytes, 0, nullptr, 0);
-}
-
-/* Those of a barrier: `lands`, or they are forgotten, which is what a failed launch has left. */
-static inline void pf_emu_bulk_take(const uint64_t *barrier, bool lands) {
-    int kept = 0;
-    for (int i = 0; i < pf_emu_num_bulks; i++) {
-        const pf_emu_bulk one = pf_emu_bulks[i];
-        if (one.barrier != barrier)
-            pf_emu_bulks[kept++] = one;
-        else if (lands)
-            pf_emu_bulk_land(one);
-    }
-    pf_emu_num_bulks = kept;
-}
-
-static inline void pf_bulk_copy_once(void *shared, const void *global, uint32_t bytes, uint64_t *barrier,
-                                     PF_HERE) {
-    if (((uintptr_t)shared | (uintptr_t)global | bytes) % 16 || !pf_emu_is_shared(shared, bytes))
-        pf_emu_fail(file, line, "bulk copy of %u bytes from %p to %p: not aligned, or not to shared memory",
-                    bytes, global, shared);
-    if (pf_emu_num_bulks == sizeof(pf_emu_bulks) / sizeof(*pf_emu_bulks))
-        pf_emu_fail(file, line, "too many bulk copies under way for the emulator");
-    const pf_emu_bulk one = {shared, global, bytes, barrier};
-    if (pf_emu_comes_at_once())
-        pf_emu_bulk_land(one);
-    else
-        pf_emu_bulks[pf_emu_num_bulks++] = one;
-}
-
-static inline void pf_fence_barriers() {}
-
-static inline bool pf_elect(PF_HERE) {
-    __syncwarp(0xffffffffu, file, line);
-    return threadIdx.x % 32 == 0;
-}
-
 static inline void pf_barrier_init(uint64_t *barrier, uint32_t count) {
-    pf_emu_bulk_take(barrier, false);
     *barrier = (uint64_t)count << 16 | count;
 }
 
@@ -130,7 +75,6 @@ static inline void pf_cp_async_arrive(uint64_t *barrier, PF_HERE) {
 }
 
 static inline void pf_barrier_wait(uint64_t *barrier, uint32_t parity, PF_HERE) {
-    pf_emu_bulk_take(barrier, true);
     for (int left = 1 << 22; (*(volatile uint64_t *)barrier >> 32 & 1) == parity; left--) {
         if (left == 0)
             pf_emu_fail(file, line, "nobody ends the phase that a barrier waits for");

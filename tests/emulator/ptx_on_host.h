@@ -86,10 +86,6 @@ template <int N> static inline void pf_cp_async_wait() {
     pf_emu_async_wait(N);
 }
 
-/* Launches come one after the other here. */
-static inline void pf_let_next_begin() {}
-static inline void pf_wait_for_previous() {}
-
 /* --- matrices --- */
 
 struct pf_emu_matrix_load {
