@@ -236,7 +236,7 @@ def combine_step(problem: Problem, fields: tuple[tuple[str, int], ...], splits: 
     outputs = 4 if many and problem.real == "float" and problem.head_dim_v % 4 == 0 else 1
     lanes = min(max(ceil_div(problem.head_dim_v, outputs), 1), _COMBINE_THREADS)
     most = _COMBINE_THREADS // lanes if many else 1
-    blocks = ceil_div(problem.num_heads, most)  # of a query
+    blocks = max(ceil_div(problem.num_heads, most), 1)  # of a query
     threads = 32 * ceil_div(ceil_div(problem.num_heads, blocks) * lanes, 32)
     tokens = max(min(problem.num_queries, MAX_BLOCKS // blocks), 1)
     defines = (*generic_defines(problem), ("PF_OUTPUTS", str(outputs)))
