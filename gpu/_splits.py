@@ -63,7 +63,7 @@ def prefill_splits(problem: Problem, blocks: Blocks) -> Splits:
     batch, so that keys are not cut there: parts of a fixed length would have to be merged for every row of
     every prompt.
     """
-    if problem.num_splits is not None or problem.batch_invariant:
+    if problem.num_splits is not None or problem.batch_invariant or not problem.num_rows:
         return fixed_splits(problem, 0)
     splits = _best(_grid(problem, blocks))
     return Splits(splits, splits, split_seen=1) if splits > 1 else Splits()
