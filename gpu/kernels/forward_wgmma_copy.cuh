@@ -48,6 +48,7 @@ PF_DEVICE void pf_prepare(pf_pipe &pipe) {
         pf_barrier_init(&pipe.keys_empty[i], PF_WARPS);
         pf_barrier_init(&pipe.values_empty[i], PF_WARPS);
     }
+    pf_fence_barriers();
 }
 
 /* A place in a ring of COUNT stages, and the parity of the phase that is waited for there. */

@@ -25,6 +25,11 @@ PF_DEVICE void pf_barrier_init(uint64_t *barrier, uint32_t count) {
                  : "memory");
 }
 
+/* What has been initialised is a barrier for the copy unit too; before others hear of it. */
+PF_DEVICE void pf_fence_barriers() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
 PF_DEVICE void pf_barrier_arrive(uint64_t *barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(pf_shared_address(barrier)) : "memory");
 }

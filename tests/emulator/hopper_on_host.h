@@ -91,6 +91,7 @@ static inline void pf_group_arrive(int id, int num_threads, PF_HERE) {
 }
 
 static inline void pf_fence_async() {}
+static inline void pf_fence_barriers() {}
 template <int COUNT> static inline void pf_take_registers() {}
 template <int COUNT> static inline void pf_give_registers() {}
 
