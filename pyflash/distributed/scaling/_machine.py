@@ -14,7 +14,7 @@ from ..._dtypes import BY_NAME
 from ..._errors import invalid
 
 #: Bytes that a merge of two states reads and writes, in bytes of a state: both are copied side by side (4),
-#: merged (3) and put back (2).
+#: merged (3) and put back (2). The last one reads them where they lie, and is counted like the others.
 MERGE_PASSES = 9
 
 
