@@ -10,7 +10,7 @@ from oracle import assert_matches
 from test_cuda_forward_mma import H200
 
 import pyflash
-from pyflash import _call_table
+from pyflash import _call_table, _device_calls
 from pyflash.gpu import _choose, _forward_mma, _forward_wgmma, _plan, _splits
 from pyflash.gpu._plan import Plan, Problem
 
@@ -202,7 +202,8 @@ def cut(request, monkeypatch):
 
     def check(build, num_splits, **options):
         monkeypatch.setattr(_splits, "_best", lambda grid: num_splits)
-        _call_table.clear()  # what it remembers has other splits
+        for memory in (_call_table, _device_calls):
+            memory.clear()  # what it remembers has other splits, or is another kernel's
         call = build("float32" if request.param == "forward_fma" else "float16")
         told = explain(call, CUDA, family="prefill", **options)
         if told.kernel == "forward_mma" and request.param == "forward_wgmma":

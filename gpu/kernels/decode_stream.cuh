@@ -201,8 +201,7 @@ PF_DEVICE void pf_copy_rows(unsigned char *rows, const char *data, int64_t begin
         else if (!keys_between)
             from = data + begin + key * step + 16 * piece;
         if (PF_KEYS * PIECES % PF_LANES == 0 || x < PF_KEYS * PIECES)
-            pf_cp_async16_once(rows + key * ROW_BYTES + 16 * piece, from,
-                               (valid >> key & 1) && piece < STORED);
+            pf_cp_async16(rows + key * ROW_BYTES + 16 * piece, from, (valid >> key & 1) && piece < STORED);
         from += keys_between * step;
     }
 }

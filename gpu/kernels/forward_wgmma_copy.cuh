@@ -351,6 +351,7 @@ PF_DEVICE void pf_copy_blocks(const pf_call &call, const pf_tensor_map *maps, un
         pf_copy_stream<PF_HEAD_DIM_V>(call, call.v, &maps[1], &pf_block::values, shared, shared + PF_V_AT,
                                       pipe, pipe.values_full, pipe.values_empty);
     }
+    pf_cp_async_wait<0>(); /* nobody leaves while copies are under way that are his */
 }
 
 #endif

@@ -98,21 +98,6 @@ PF_DEVICE void pf_cp_async16(void *shared, const void *global, bool valid) {
 #endif
 }
 
-/* What the second cache is told about lines that are read once: they may go first. */
-constexpr uint64_t PF_READ_ONCE = 0x12f0000000000000u;
-
-/* The same for such lines. */
-PF_DEVICE void pf_cp_async16_once(void *shared, const void *global, bool valid) {
-#if __CUDA_ARCH__ >= 800
-    asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(
-                     pf_shared_address(shared)),
-                 "l"(global), "r"(valid ? 16 : 0), "l"(PF_READ_ONCE)
-                 : "memory");
-#else
-    pf_cp_async16(shared, global, valid);
-#endif
-}
-
 PF_DEVICE void pf_cp_async4(void *shared, const void *global, bool valid) {
 #if __CUDA_ARCH__ >= 800
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(pf_shared_address(shared)), "l"(global),

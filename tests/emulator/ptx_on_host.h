@@ -70,10 +70,6 @@ static inline void pf_cp_async16(void *shared, const void *global, bool valid, P
     pf_emu_async(shared, global, 16, valid, file, line);
 }
 
-static inline void pf_cp_async16_once(void *shared, const void *global, bool valid, PF_HERE) {
-    pf_emu_async(shared, global, 16, valid, file, line);
-}
-
 static inline void pf_cp_async4(void *shared, const void *global, bool valid, PF_HERE) {
     pf_emu_async(shared, global, 4, valid, file, line);
 }
