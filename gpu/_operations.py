@@ -48,9 +48,13 @@ def _real(wide: bool) -> tuple[str, str]:
 # --- merging states ---
 
 
-def _merge_source(parts: _dtypes.DType, part_lse: _dtypes.DType) -> Source:
-    """Return the merge of parts of these types; it is computed in the wider one."""
-    types = (("PF_PARTS", str(parts.code)), ("PF_PART_LSE", str(part_lse.code)))
+def _merge_source(parts: _dtypes.DType, part_lse: _dtypes.DType, num_parts: int) -> Source:
+    """Return the merge of parts of these types; it is computed in the wider one.
+
+    Two parts, as of two ranks, are many rows of little to do, which are not to wait for registers of sixteen.
+    """
+    at_once = ("PF_AT_ONCE", "2" if num_parts <= 2 else "16")
+    types = (("PF_PARTS", str(parts.code)), ("PF_PART_LSE", str(part_lse.code)), at_once)
     return Source("merge.cu", "pf_merge", (_real("float64" in (parts.name, part_lse.name)), *types))
 
 
@@ -74,7 +78,7 @@ def merge_states(device: _device.Device, stream: int, places: _places.Places, ar
     num_blocks = min(_plan.ceil_div(batch * seqlen * num_heads, warps), _plan.MAX_BLOCKS)
     types = [_dtypes.lookup(x.dtype) for x in (args.parts, args.part_lse)]
     assert types[0] is not None and types[1] is not None
-    _run(device, stream, _merge_source(types[0], types[1]), num_blocks, 32 * warps, call)
+    _run(device, stream, _merge_source(types[0], types[1], num_parts), num_blocks, 32 * warps, call)
     places.fetch()
 
 
@@ -236,8 +240,9 @@ def variants() -> Iterator[_plan.Variant]:
     everything = 2 ** len(_plan.TERMS) - 1 - _plan.TERMS["score_mod"] - _plan.TERMS["mask_mod"]
     for parts in _dtypes.FLOATS:
         for part_lse in _dtypes.FLOATS[:2]:
-            # The stack of waiting states lies in local memory anyway.
-            yield _plan.Variant(_merge_source(parts, part_lse), (), spill_bytes=1024)
+            for num_parts in (2, 3):
+                # The stack of waiting states lies in local memory anyway.
+                yield _plan.Variant(_merge_source(parts, part_lse, num_parts), (), spill_bytes=1024)
     for wide in (False, True):
         yield _plan.Variant(_append_source("pf_append_places", wide), ())
         floats = [dtype for dtype in _dtypes.FLOATS if (dtype.name == "float64") == wide]

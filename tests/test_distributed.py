@@ -188,9 +188,9 @@ class Late(ThreadCommunicator):
 
     delays = iter(())
 
-    def start(self, sends, receives):
+    def start(self, sends, receives, after=None):
         time.sleep(next(self.delays, 0) / 1000)
-        return super().start(sends, receives)
+        return super().start(sends, receives, after)
 
 
 def test_bits_are_equal_from_run_to_run():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import sys
+import threading
 
 import fake_nccl
 import numpy as np
@@ -84,6 +86,35 @@ def test_messages_follow_what_was_computed_before(cupy):
         return len(_nccl._stream_of(comm.rank_id()).waited), len(cupy.cuda.get_current_stream(0).waited)
 
     assert on_gpus(3, work) == [(3, 3)] * 3
+
+
+def test_the_first_messages_do_not_wait_for_a_kernel_that_runs_ahead(cupy, monkeypatch):
+    """They wait for what was started before it, where it begins before ranks have agreed."""
+    steps = {}
+
+    class Recording(fake_nccl.Stream):
+        def record(self):
+            event = super().record()
+            event.steps = steps.get(threading.get_ident(), 0)
+            return event
+
+    def take(self, tree, held, real=_ring._Ring._take):
+        real(self, tree, held)
+        steps[threading.get_ident()] += 1
+
+    _routes._kept.clear()
+    monkeypatch.setattr(_ring._Ring, "_take", take)
+    monkeypatch.setattr(cupy.cuda, "get_current_stream", functools.cache(lambda _: Recording()))
+    q = placed(np.ones((1, 8, 2, 8), np.float32))
+
+    def work(comm):
+        steps[threading.get_ident()] = 0
+        waited = _nccl._stream_of(comm.rank_id()).waited
+        ring_attention(q, q, q, comm=comm)
+        ring_attention(q, q, q, comm=comm)
+        return [event.steps for event in waited]
+
+    assert on_gpus(3, work) == [[0, 1, 2, 3, 4, 5]] * 3
 
 
 @pytest.mark.parametrize("length", [0, 1, 1000, 1024, 1025, 5000])

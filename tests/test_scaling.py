@@ -39,10 +39,10 @@ class Counting(ThreadCommunicator):
         super().__init__(shared, rank)
         self.steps, self.messages, self.gathered, self.made = [], [], [], []
 
-    def start(self, sends, receives):
+    def start(self, sends, receives, after=None):
         self.steps.append(sum(x.nbytes for x, _ in sends))
         self.messages.append(sum(x.nbytes > 0 for x, _ in sends))
-        return super().start(sends, receives)
+        return super().start(sends, receives, after)
 
     def start_allgather(self, mine, everyone):
         self.gathered.append(mine.nbytes)

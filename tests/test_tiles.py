@@ -163,7 +163,7 @@ def available(backend: str) -> bool:
 
 BACKENDS = [name for name in ("numpy", "c", "cuda") if available(name)]
 LENGTHS = (1 << 12, 1 << 20)
-PLANNED = 4000  # lines that another plan may take, of a length not yet planned: far below one a tile of 128 rows
+PLANNED = 4000  # lines of a plan for a length not seen before: far below one a tile of 128 rows
 OPTIONS: dict[str, Callable[[int], dict[str, Any]]] = {
     "none": lambda n: {},
     "causal": lambda n: dict(causal=True),

@@ -45,10 +45,8 @@ class ThreadCommunicator:
     def __init__(self, shared: Shared, rank: int) -> None:
         self.shared, self.rank, self.size = shared, rank, shared.size
 
-    @property
-    def runs_ahead(self) -> bool:
-        """Whether kernels go on by themselves: here they do not."""
-        return False
+    def mark(self):
+        return None
 
     def see(self, name: str, x: Any) -> Any:
         return _arrays.see(name, x)
@@ -87,7 +85,7 @@ class ThreadCommunicator:
 
         return Waiting(finish)
 
-    def start(self, sends, receives):
+    def start(self, sends, receives, after=None):
         for array, rank in sends:
             assert array.flags.c_contiguous and rank != self.rank
             if array.size:

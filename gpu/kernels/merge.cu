@@ -9,6 +9,7 @@
 #define PF_PARTS PF_F32
 #define PF_PART_LSE PF_F32
 #endif
+enum { PF_OUTPUTS = 4 };
 
 struct pf_merge_row {
     int64_t b, token, head;
@@ -31,16 +32,24 @@ PF_DEVICE pf_real pf_part_output(const pf_merge_call &call, const pf_merge_row &
                       call.parts.stride_dim, d);
 }
 
-/* One output of a part as a state. */
-PF_DEVICE pf_part<1> pf_part_state(const pf_merge_call &call, const pf_merge_row &row, int64_t part,
-                                   int64_t d, pf_real value_factor) {
+/* Outputs d, d + 32, ... of a part as a state: a warp reads neighbours, a thread finds the weights of a row
+ * once for all that it has of it. */
+PF_DEVICE pf_part<PF_OUTPUTS> pf_part_state(const pf_merge_call &call, const pf_merge_row &row, int64_t part,
+                                            int64_t d, pf_real value_factor) {
     const double lse = pf_part_lse(call, row, part);
-    const pf_real value = pf_part_output(call, row, part, d) * value_factor;
-    if (lse == -(double)pf_infinity()) /* no keys: neutral, whatever the value is */
-        return pf_no_part<1>();
-    if (lse != lse) /* a maximum would leave it out */
-        return {pf_lowest<pf_real>(), (pf_real)pf_nan(), {(pf_real)pf_nan()}};
-    return {pf_narrow(lse), 1, {value}};
+    if (lse == -(double)pf_infinity()) /* no keys: neutral, whatever the values are */
+        return pf_no_part<PF_OUTPUTS>();
+    const bool broken = lse != lse; /* a maximum would leave it out */
+    pf_part<PF_OUTPUTS> state;
+    state.m = broken ? pf_lowest<pf_real>() : pf_narrow(lse);
+    state.l = broken ? (pf_real)pf_nan() : (pf_real)1;
+#pragma unroll
+    for (int n = 0; n < PF_OUTPUTS; n++) {
+        const int64_t at = d + 32 * n;
+        const pf_real value = at < call.head_dim ? pf_part_output(call, row, part, at) * value_factor : 0;
+        state.o[n] = broken ? (pf_real)pf_nan() : value;
+    }
+    return state;
 }
 
 /* The factor of the output of a row all of whose parts have an lse of -inf. A part whose output is not finite
@@ -64,20 +73,29 @@ PF_DEVICE void pf_merge_one(const pf_merge_call &call, const pf_merge_row &row) 
         any |= pf_part_lse(call, row, part) != none;
     const double without_weight = any ? 0 : pf_factor_without_weight(call, row, sink);
     char *out = pf_place(call.out, pf_row_offset(call.out, row));
-    for (int64_t d = threadIdx.x % 32; d < call.head_dim; d += 32) {
-        pf_part<1> all = {0, 0, {0}};
-        pf_real x = 0;
+    for (int64_t d = threadIdx.x % 32; d < call.head_dim; d += 32 * PF_OUTPUTS) {
+        pf_part<PF_OUTPUTS> all;
+        pf_real x[PF_OUTPUTS] = {0};
         /* Outputs near the largest number may have a sum that is infinite and a mean that is not. */
-        for (int attempt = 0; attempt < 2; attempt++) {
+        unsigned wanted = ~0u;
+        for (int attempt = 0; attempt < 2 && wanted; attempt++) {
             const pf_real value_factor = attempt ? PF_SMALLER_VALUES : (pf_real)1;
             const auto load = [&](int64_t part) { return pf_part_state(call, row, part, d, value_factor); };
-            all = pf_merged_all<1>(load, call.num_parts);
+            all = pf_merged_all<PF_OUTPUTS>(load, call.num_parts);
             const double factor = any ? pf_output_factor((double)all.m, (double)all.l, sink) : without_weight;
-            x = pf_finished(all.o[0], (pf_real)(factor / (double)value_factor));
-            if (pf_is_finite(x))
-                break;
+            unsigned broken = 0;
+#pragma unroll
+            for (int n = 0; n < PF_OUTPUTS; n++) {
+                if (wanted >> n & 1)
+                    x[n] = pf_finished(all.o[n], (pf_real)(factor / (double)value_factor));
+                broken |= (unsigned)!pf_is_finite(x[n]) << n;
+            }
+            wanted = broken;
         }
-        pf_set_element(out, call.out.dtype, d * call.out.stride_dim, x);
+#pragma unroll
+        for (int n = 0; n < PF_OUTPUTS; n++)
+            if (d + 32 * n < call.head_dim)
+                pf_set_element(out, call.out.dtype, (d + 32 * n) * call.out.stride_dim, x[n]);
         if (d == 0)
             pf_set_lse(pf_place(call.lse, pf_row_offset(call.lse, row)), call.lse.dtype,
                        pf_log_sum_exp((double)all.m, (double)all.l, call.lse_includes_sinks ? sink : none));

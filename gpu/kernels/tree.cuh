@@ -7,8 +7,11 @@
 #include "state.cuh"
 
 /* States that are merged in registers, a power of two, and how many such results may wait for their partners:
- * enough for 2^36 states. */
-enum { PF_AT_ONCE = 16, PF_TREE_DEPTH = 33 };
+ * enough for 2^34 states. */
+#ifndef PF_AT_ONCE
+#define PF_AT_ONCE 16
+#endif
+enum { PF_TREE_DEPTH = 33 };
 
 /* Some outputs of a state. */
 template <int N> struct pf_part {

@@ -51,9 +51,12 @@ class Communicator(Protocol):
     def size(self) -> int:
         """Number of ranks."""
 
-    @property
-    def runs_ahead(self) -> bool:
-        """Whether a kernel that has been started goes on by itself, while ranks speak to one another."""
+    def mark(self) -> Any:
+        """Return a mark of what has been started up to here, for `start`.
+
+        None where kernels do not go on by themselves while ranks speak to one another: nothing is started
+        before they have agreed.
+        """
 
     def see(self, name: str, x: Any) -> Any:
         """Return an argument as an array of the communicator's kind, over the same memory.
@@ -87,10 +90,13 @@ class Communicator(Protocol):
     def start_allgather(self, mine: Any, everyone: Any) -> Transfer:
         """Start to fill ``everyone[r]`` with the array `mine` of rank r. A collective; both contiguous."""
 
-    def start(self, sends: Sequence[tuple[Any, int]], receives: Sequence[tuple[Any, int]]) -> Transfer:
+    def start(
+        self, sends: Sequence[tuple[Any, int]], receives: Sequence[tuple[Any, int]], after: Any = None
+    ) -> Transfer:
         """Start messages to and from other ranks: pairs of a contiguous array and a rank.
 
-        Sizes agree on both sides; arrays without elements may be left out on both.
+        Sizes agree on both sides; arrays without elements may be left out on both. With a mark they wait for
+        what was started before it alone, not for the kernels that have been started since.
         """
 
 

@@ -90,10 +90,8 @@ class MpiCommunicator:
         """Number of ranks."""
         return self._size  # type: ignore[no-any-return]
 
-    @property
-    def runs_ahead(self) -> bool:
-        """Whether kernels go on by themselves: those of the host do not."""
-        return False
+    def mark(self) -> None:
+        """Return None: those of the host do not go on by themselves."""
 
     def see(self, name: str, x: Any) -> Any:
         """Return an argument as a NumPy array over the same memory."""
@@ -128,7 +126,9 @@ class MpiCommunicator:
         """Start to gather an array of every rank."""
         return _Requests([self.comm.Iallgather(_bytes(mine), _bytes(everyone))], (mine, everyone))
 
-    def start(self, sends: Sequence[tuple[Array, int]], receives: Sequence[tuple[Array, int]]) -> _Requests:
+    def start(
+        self, sends: Sequence[tuple[Array, int]], receives: Sequence[tuple[Array, int]], after: Any = None
+    ) -> _Requests:
         """Post receives, then sends."""
         requests = [self.comm.Irecv(_bytes(array), source=rank) for array, rank in receives if array.size]
         requests += [self.comm.Isend(_bytes(array), dest=rank) for array, rank in sends if array.size]

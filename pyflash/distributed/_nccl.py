@@ -115,10 +115,10 @@ class NcclCommunicator:
         """Number of ranks."""
         return self._size
 
-    @property
-    def runs_ahead(self) -> bool:
-        """Whether kernels go on by themselves: those of a GPU do."""
-        return True
+    def mark(self) -> Any:
+        """Return an event of the current stream."""
+        with self._cupy.cuda.Device(self._device):
+            return self._cupy.cuda.get_current_stream(self._device).record()
 
     def see(self, name: str, x: Any) -> Any:
         """Return queries, keys and values, which have to be on the GPU, and all else as kernels take it."""
@@ -175,7 +175,9 @@ class NcclCommunicator:
         where = (mine.data.ptr, everyone.data.ptr)
         self._comm.allGather(*where, mine.nbytes, self._nccl.NCCL_UINT8, self._stream.ptr)
 
-    def start(self, sends: Sequence[tuple[Any, int]], receives: Sequence[tuple[Any, int]]) -> _Sent:
+    def start(
+        self, sends: Sequence[tuple[Any, int]], receives: Sequence[tuple[Any, int]], after: Any = None
+    ) -> _Sent:
         """Start all messages as one group, as bytes."""
 
         def post() -> None:
@@ -189,11 +191,11 @@ class NcclCommunicator:
             finally:
                 self._nccl.groupEnd()
 
-        return self._started(post, [array for array, _ in (*sends, *receives)])
+        return self._started(post, [array for array, _ in (*sends, *receives)], after)
 
-    def _started(self, post: Callable[[], None], arrays: Sequence[Any]) -> _Sent:
+    def _started(self, post: Callable[[], None], arrays: Sequence[Any], after: Any = None) -> _Sent:
         """Post messages behind what was computed before."""
         with self._cupy.cuda.Device(self._device):
-            self._stream.wait_event(self._cupy.cuda.get_current_stream(self._device).record())
+            self._stream.wait_event(self.mark() if after is None else after)
             post()
             return _Sent(self._cupy, self._device, self._stream.record(), arrays)

@@ -146,7 +146,7 @@ def agreed(
     key = None if call is None else _routes.key_of(call)
     before, route = _routes.recall(comm.rank, key)
     mine, ring = None, None
-    if call is not None and route is not None and comm.runs_ahead:
+    if call is not None and route is not None and comm.mark() is not None:
         # What the ranks tell one another while kernels work costs nothing.
         ring, error = _agreement.attempt(functools.partial(_begun, make, comm, call, route))
     if call is not None:
@@ -206,6 +206,7 @@ class _Ring:
         self._buffers = [(self._buffer(call.k, room), self._buffer(call.v, room)) for _ in "ab"]
         self._tree: RankTree[State] | None = None
         self._begun: Held | None = None
+        self._mark: Any = None  # before which this rank's keys can be sent
 
     def _num_tokens(self, rank: int) -> int:
         return int(self._layouts[1].lengths[rank].sum())
@@ -232,6 +233,7 @@ class _Ring:
     def begin(self) -> None:
         """Compute with this rank's own keys, before ranks have agreed."""
         self._tree, self._begun = RankTree(self._comm.size, self._states.merged), self._own()
+        self._mark = self._comm.mark()
         self._take(self._tree, self._begun)
 
     def run(self) -> tuple[State | None, Exception | None]:
@@ -253,7 +255,7 @@ class _Ring:
                 for end, num in zip(ends, coming.stretches.tolist(), strict=True)
                 for x in (k, v)
             ]
-            transfer = self._comm.start(sends, receives)
+            transfer = self._comm.start(sends, receives, None if step else self._mark)
             if failure is None and held is not self._begun:
                 _, failure = _agreement.attempt(functools.partial(self._take, tree, held))
             transfer.wait()

@@ -86,10 +86,9 @@ class TorchCommunicator:
         """Number of ranks in the group."""
         return self._size
 
-    @property
-    def runs_ahead(self) -> bool:
-        """Whether kernels go on by themselves: those of a GPU do."""
-        return self._on_gpu
+    def mark(self) -> Any:
+        """Return an event of the current stream; None of the host, whose kernels do not go on."""
+        return self._torch.cuda.current_stream().record_event() if self._on_gpu else None
 
     def see(self, name: str, x: Any) -> Any:
         """Return queries, keys and values, which have to be tensors, and all else as kernels take it."""
@@ -144,7 +143,9 @@ class TorchCommunicator:
         work = self._distributed.all_gather(parts, mine, group=self._group, async_op=True)
         return _Works([work], (mine, everyone))
 
-    def start(self, sends: Sequence[tuple[Any, int]], receives: Sequence[tuple[Any, int]]) -> _Works:
+    def start(
+        self, sends: Sequence[tuple[Any, int]], receives: Sequence[tuple[Any, int]], after: Any = None
+    ) -> _Works:
         """Start all messages as one group, as bytes."""
         distributed = self._distributed
         operations = [
@@ -158,5 +159,15 @@ class TorchCommunicator:
             for tensor, rank in messages
             if tensor.numel()
         ]
-        works = distributed.batch_isend_irecv(operations) if operations else []
+        with self._behind(after):
+            works = distributed.batch_isend_irecv(operations) if operations else []
         return _Works(works, [tensor for tensor, _ in (*sends, *receives)])
+
+    def _behind(self, after: Any) -> AbstractContextManager[Any]:
+        """Return what lets messages wait for a mark, and not for all of the current stream."""
+        if after is None:
+            return contextlib.nullcontext()
+        stream = _side_stream(self._torch.cuda.current_device())
+        stream.wait_event(after)
+        on_stream: AbstractContextManager[Any] = self._torch.cuda.stream(stream)
+        return on_stream

@@ -76,10 +76,8 @@ class ThreadRank:
         """Number of ranks."""
         return self._shared.size
 
-    @property
-    def runs_ahead(self) -> bool:
-        """Whether kernels go on by themselves: here they do not."""
-        return False
+    def mark(self) -> None:
+        """Return None: kernels do not go on by themselves."""
 
     def see(self, name: str, x: Any) -> Any:
         """Return an argument as a NumPy array over the same memory."""
@@ -115,7 +113,9 @@ class ThreadRank:
         everyone[...] = np.stack(self.allgather(mine.copy()))
         return _Messages(lambda: None)
 
-    def start(self, sends: Sequence[tuple[Array, int]], receives: Sequence[tuple[Array, int]]) -> _Messages:
+    def start(
+        self, sends: Sequence[tuple[Array, int]], receives: Sequence[tuple[Array, int]], after: Any = None
+    ) -> _Messages:
         """Send copies; receive at the latest moment."""
         queues = self._shared.queues
         self.bytes_sent.append(sum(array.nbytes for array, _ in sends))
