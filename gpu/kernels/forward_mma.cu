@@ -113,10 +113,9 @@ extern "C" __global__ void __launch_bounds__(PF_THREADS, PF_MIN_BLOCKS)
     pf_cp_async_wait<0>();
     __syncthreads();
     const int64_t first = block.first + threadIdx.x / 32 * PF_WARP_ROWS;
-    float2 *sums = pf_row_sums(shared);
-    pf_close_rows(state, (float)call.scale, sums);
-    const uint32_t broken = pf_end_rows(
-        call, block, first, sums, shared + threadIdx.x / 32 * (PF_WARP_ROWS * PF_HEAD_DIM_V * 2), state);
+    const uint32_t broken =
+        pf_end_rows(call, block, first, shared + threadIdx.x / 32 * (PF_WARP_ROWS * PF_HEAD_DIM_V * 2),
+                    (float)call.scale, state);
     if (broken)
         pf_redo_rows(call, block.s.index, block.head, first, broken);
 }

@@ -15,7 +15,7 @@ static __device__ __noinline__ void pf_redo_rows(const pf_call &call, int64_t se
 }
 
 /* Puts the states of splits into the workspace. */
-PF_DEVICE void pf_store_states(const pf_call &call, const pf_block &block, int64_t first, const float2 *sums,
+PF_DEVICE void pf_store_states(const pf_call &call, const pf_block &block, int64_t first,
                                const pf_warp_state &state) {
     const pf_sequence &s = block.s;
     const int lane = threadIdx.x % 32;
@@ -23,8 +23,7 @@ PF_DEVICE void pf_store_states(const pf_call &call, const pf_block &block, int64
     for (int m = 0; m < PF_ROW_TILES; m++)
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            const int row_of_warp = 16 * m + 8 * h + lane / 4;
-            const int64_t i = first + row_of_warp;
+            const int64_t i = first + 16 * m + 8 * h + lane / 4;
             if (i >= block.num_rows)
                 continue;
             const int64_t row = pf_state_row(call, s, pf_head_of(block, i), pf_query_of(block, i));
@@ -36,8 +35,8 @@ PF_DEVICE void pf_store_states(const pf_call &call, const pf_block &block, int64
                     o[8 * n + lane % 4 * 2 + 1] = state.o[m][n][2 * h + 1];
                 }
             if (lane % 4 == 0) {
-                *pf_partial_m(call, block.split, row) = sums[row_of_warp].x;
-                *pf_partial_l(call, block.split, row) = sums[row_of_warp].y;
+                *pf_partial_m(call, block.split, row) = state.m[m][h];
+                *pf_partial_l(call, block.split, row) = state.l[m][h];
             }
         }
 }
@@ -60,11 +59,22 @@ PF_DEVICE char *pf_out_of_row(const pf_block &block, int64_t first, int row, cha
 /* Finishes the rows of a warp and writes them. From `staged` on their places in shared memory are the warp's
  * own. Returns a bit for each row that has to be computed once more, with care. */
 PF_DEVICE uint32_t pf_store_rows(const pf_call &call, const pf_block &block, int64_t first,
-                                 const float2 *sums, unsigned char *staged, pf_warp_state &state) {
+                                 unsigned char *staged, pf_warp_state &state) {
     const pf_sequence &s = block.s;
     const int lane = threadIdx.x % 32;
     /* Lane r finishes row r: log-sum-exp and the factor of its output. */
-    const float own_m = sums[lane % PF_WARP_ROWS].x, own_l = sums[lane % PF_WARP_ROWS].y;
+    float own_m = 0, own_l = 0;
+#pragma unroll
+    for (int m = 0; m < PF_ROW_TILES; m++)
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const float top = __shfl_sync(PF_WARP_ALL, state.m[m][h], lane % 8 * 4);
+            const float sum = __shfl_sync(PF_WARP_ALL, state.l[m][h], lane % 8 * 4);
+            if (lane / 8 == 2 * m + h) {
+                own_m = top;
+                own_l = sum;
+            }
+        }
     float own_factor = 0;
     char *own_out = nullptr;
     bool again = false;
@@ -90,13 +100,14 @@ PF_DEVICE uint32_t pf_store_rows(const pf_call &call, const pf_block &block, int
         for (int h = 0; h < 2; h++) {
             const int row = 16 * m + 8 * h + lane / 4;
             const float factor = __shfl_sync(PF_WARP_ALL, own_factor, row);
+            const bool saw = state.m[m][h] != -pf_infinity();
             float worst = 0;
 #pragma unroll
             for (int n = 0; n < PF_HEAD_DIM_V / 8; n++)
 #pragma unroll
                 for (int e = 2 * h; e < 2 * h + 2; e++) {
-                    const float x = pf_finished(state.o[m][n][e], factor);
-                    worst = fmaf(x, 0, worst); /* stays 0 unless one is no number */
+                    const float x = saw ? pf_finished(state.o[m][n][e], factor) : 0;
+                    worst += x * 0; /* stays 0 unless one is no number */
                     state.o[m][n][e] = x;
                 }
             const uint32_t lanes = __ballot_sync(PF_WARP_ALL, worst != 0);
@@ -286,63 +297,36 @@ PF_DEVICE bool pf_is_full(const pf_block &block, int side, int tile) {
     return tile >= block.full_begin[side] && tile < block.full_end[side];
 }
 
-PF_DEVICE void pf_clear_sums(pf_warp_state &state) {
-#pragma unroll
-    for (int m = 0; m < PF_ROW_TILES; m++)
-#pragma unroll
-        for (int n = 0; n < PF_HEAD_DIM_V / 8; n++)
-#pragma unroll
-            for (int e = 0; e < 4; e++)
-                state.o[m][n][e] = 0;
-}
-
-/* Rows that have seen nothing. */
-PF_DEVICE void pf_begin_rows(pf_warp_state &state) {
+PF_DEVICE void pf_clear_state(pf_warp_state &state) {
 #pragma unroll
     for (int m = 0; m < PF_ROW_TILES; m++)
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             state.m[m][h] = -pf_infinity();
             state.l[m][h] = 0;
+#pragma unroll
+            for (int n = 0; n < PF_HEAD_DIM_V / 8; n++)
+                state.o[m][n][2 * h] = state.o[m][n][2 * h + 1] = 0;
         }
 }
 
-PF_DEVICE void pf_clear_state(pf_warp_state &state) {
-    pf_clear_sums(state);
-    pf_begin_rows(state);
-}
-
-/* Where a warp puts the maxima and sums of its rows when they are complete: in the place of what its rows
- * see, which nobody reads any more. */
-PF_DEVICE float2 *pf_row_sums(unsigned char *aside) {
-    const int warp = threadIdx.x / 32 - PF_FIRST_WARP;
-    return (float2 *)(aside + PF_SPANS_AT) + warp * PF_WARP_ROWS;
-}
-
-/* Completes the maxima and sums of a warp's rows. `scale` is what products are multiplied by. */
-PF_DEVICE void pf_close_rows(const pf_warp_state &state, float scale, float2 *sums) {
-    const int lane = threadIdx.x % 32;
-    __syncwarp();
+/* Ends the sums of a warp's rows, the first of which is `first`: writes them, or their states where keys are
+ * split. `scale` is what products are multiplied by. From `staged` on places of finished rows are the warp's
+ * own. Returns a bit for each row that has to be computed once more. */
+PF_DEVICE uint32_t pf_end_rows(const pf_call &call, const pf_block &block, int64_t first,
+                               unsigned char *staged, float scale, pf_warp_state &state) {
 #pragma unroll
     for (int m = 0; m < PF_ROW_TILES; m++)
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            const float top = state.m[m][h], sum = pf_quad_sum(state.l[m][h]);
-            if (lane % 4 == 0)
-                sums[16 * m + 8 * h + lane / 4] =
-                    make_float2(PF_FINAL || top == -pf_infinity() ? top : pf_floored(top * scale), sum);
+            float &top = state.m[m][h];
+            if (!PF_FINAL && top != -pf_infinity())
+                top = pf_floored(top * scale);
+            state.l[m][h] = pf_quad_sum(state.l[m][h]);
         }
-    __syncwarp();
-}
-
-/* Writes the rows of a warp, the first of which is `first`, or their states where keys are split. From
- * `staged` on places of finished rows are the warp's own. Returns a bit for each row that has to be computed
- * once more. */
-PF_DEVICE uint32_t pf_end_rows(const pf_call &call, const pf_block &block, int64_t first, const float2 *sums,
-                               unsigned char *staged, pf_warp_state &state) {
     if (!pf_has_splits(call))
-        return pf_store_rows(call, block, first, sums, staged, state);
-    pf_store_states(call, block, first, sums, state);
+        return pf_store_rows(call, block, first, staged, state);
+    pf_store_states(call, block, first, state);
     return 0;
 }
 

@@ -127,93 +127,83 @@ PF_DEVICE void pf_end_values(pf_pipe &pipe, pf_group_state &group) {
     pf_next(group.values);
 }
 
-/* Where a warpgroup is: a block, and a tile of it. */
-struct pf_position {
-    pf_block_ring ring;
-    int side, tile;
-};
-
-/* Goes to the first tile of a side, or of the next one that has any; false if there is none. */
-PF_DEVICE bool pf_begin_side(const pf_block &block, int side, pf_position &at) {
-    for (at.side = side; at.side < PF_NUM_SIDES; at.side++) {
-        at.tile = block.begin[at.side];
-        if (at.tile < block.end[at.side])
-            return true;
-    }
-    return false;
-}
-
-/* What may come next. */
-enum pf_step { PF_SAME_BLOCK, PF_NEXT_BLOCK, PF_NO_BLOCK };
-
-/* Goes on by a tile. Where that is another block's, its rows begin anew, and the first product may have to
- * wait for queries as well, and for values that the copy unit has not brought. */
-PF_DEVICE pf_step pf_go_on(unsigned char *shared, pf_pipe &pipe, float scale, pf_group_state &group,
-                           pf_position &at) {
-    const pf_block &block = pf_block_at(shared, at.ring);
-    at.tile++;
-    if (at.tile < block.end[at.side] || pf_begin_side(block, at.side + 1, at))
-        return PF_SAME_BLOCK;
-    pf_close_rows(group.rows, scale, pf_row_sums(shared + at.ring.stage * PF_ASIDE_BYTES));
-    pf_await_values(pipe, group, true);
-    if (PF_QUERY_STAGES == 1)
-        return PF_NO_BLOCK;
-    pf_next(at.ring);
-    pf_barrier_wait(&pipe.blocks_ready[at.ring.stage], at.ring.parity);
-    pf_fence_async();
-    const pf_block &next = pf_block_at(shared, at.ring);
-    if (next.num_rows == 0)
-        return PF_NO_BLOCK;
-    pf_begin_rows(group.rows);
-    pf_begin_side(next, pf_first_side(next), at);
-    return PF_NEXT_BLOCK;
-}
-
-/* A tile that is not the first of all: its scores and the values of the tile before are under way together,
- * the latter still while scores become weights. That tile may be another block's: products of blocks follow
- * one another like those of tiles. No branch lies between products and their wait: ptxas would do them one by
- * one. */
-PF_DEVICE void pf_tile(const pf_call &call, unsigned char *shared, pf_pipe &pipe, const pf_position &at,
-                       pf_step step, bool tested, float unit, pf_group_state &group) {
+/* A tile that is not the first: its scores and the values of the tile before are under way together, the
+ * latter still while scores become weights. No branch lies between products and their wait: ptxas would do
+ * them one by one. */
+PF_DEVICE void pf_tile(const pf_call &call, const pf_block &block, unsigned char *aside, pf_pipe &pipe,
+                       uint64_t q, int side, bool tested, int tile, float unit, pf_group_state &group) {
     pf_scores score;
     pf_weights w;
-    const pf_block &block = pf_block_at(shared, at.ring);
     pf_await_keys(pipe, group, !PF_MAPPED || tested); /* a tile that needs no test is whole */
     pf_await_turn(group);
-    pf_begin_own_scores(score, pf_further(group.q, at.ring.stage * PF_Q_BYTES), group);
-    pf_await_values(pipe, group, !PF_MAPPED); /* the last tile of a block alone may not be whole */
+    pf_begin_own_scores(score, q, group);
+    pf_await_values(pipe, group, !PF_MAPPED); /* the last tile alone may not be whole */
     pf_begin_own_values(group);
     pf_give_turn(group);
     pf_wgmma_wait<1>();
     pf_wgmma_settled(pf_flat(score));
     pf_end_keys(pipe, group);
-    pf_weigh_tile(call, block, shared + PF_ASIDE_BYTES * at.ring.stage, at.side, tested, at.tile, unit, group,
-                  score, w);
-    pf_wgmma_after(w.sum[0][0] + w.sum[0][1], &pipe.unused);
+    pf_weigh_tile(call, block, aside, side, tested, tile, unit, group, score, w);
     pf_wgmma_wait<0>();
     pf_end_values(pipe, group);
-    w.moved &= step == PF_SAME_BLOCK; /* otherwise they are still the block's before */
     pf_rescale(group.rows, w);
     pf_pack_weights(score, group.weights);
 }
 
-/* Writes the rows of the block before the one at `at`. */
-PF_DEVICE void pf_end_block(const pf_call &call, unsigned char *shared, pf_pipe &pipe, const pf_position &at,
-                            pf_group_state &group) {
-    const int warp = threadIdx.x / 32 - PF_FIRST_WARP;
-    const int stage = (at.ring.stage + PF_QUERY_STAGES - 1) % PF_QUERY_STAGES;
-    unsigned char *aside = shared + stage * PF_ASIDE_BYTES;
-    const pf_block &block = *(const pf_block *)(aside + PF_BLOCK_AT);
-    pf_group_sync(PF_OWN + group.number, 128); /* finished rows take the place of their queries */
-    const int64_t first = block.first + warp * PF_WARP_ROWS, sequence = block.s.index, head = block.head;
-    const uint32_t again = pf_end_rows(call, block, first, pf_row_sums(aside),
-                                       shared + stage * PF_Q_BYTES + warp * (PF_WARP_ROWS * 128), group.rows);
-    __syncwarp();
-    pf_used(&pipe.blocks_empty[stage]);
-    if (again)
-        pf_redo_rows(call, sequence, head, first, again);
+/* The tiles of a block, of whose first one the scores are under way; the values of the last one are left. */
+PF_DEVICE void pf_compute_tiles(const pf_call &call, const pf_block &block, unsigned char *aside,
+                                pf_pipe &pipe, uint64_t q, float unit, pf_group_state &group,
+                                pf_scores &score) {
+    int side = pf_first_side(block);
+    while (block.begin[side] >= block.end[side])
+        side++;
+    int tile = block.begin[side];
+    pf_weights w;
+    pf_weigh_tile(call, block, aside, side, !pf_is_full(block, side, tile), tile, unit, group, score, w);
+    pf_pack_weights(score, group.weights);
+    tile++;
+    for (;;) {
+        while (tile < block.end[side]) {
+#pragma unroll 1
+            for (; tile < block.end[side] && !pf_is_full(block, side, tile); tile++)
+                pf_tile(call, block, aside, pipe, q, side, true, tile, unit, group);
+#pragma unroll 1
+            for (; tile < block.end[side] && tile < block.full_end[side]; tile++)
+                pf_tile(call, block, aside, pipe, q, side, false, tile, unit, group);
+        }
+        if (++side == PF_NUM_SIDES)
+            break;
+        tile = block.begin[side];
+    }
 }
 
+/* Rows that have to be computed once more. */
+struct pf_redo {
+    int64_t sequence, head, first;
+    uint32_t rows;
+};
+
+/* Writes the rows of a block whose sums are complete. */
+PF_DEVICE void pf_end_block(const pf_call &call, const pf_block &block, unsigned char *queries, pf_pipe &pipe,
+                            int stage, float scale, pf_group_state &group, pf_redo &redo) {
+    const int warp = threadIdx.x / 32 - PF_FIRST_WARP;
+    pf_group_sync(PF_OWN + group.number, 128); /* finished rows take the place of their queries */
+    redo.first = block.first + warp * PF_WARP_ROWS;
+    redo.sequence = block.s.index;
+    redo.head = block.head;
+    redo.rows =
+        pf_end_rows(call, block, redo.first, queries + warp * (PF_WARP_ROWS * 128), scale, group.rows);
+    __syncwarp();
+    pf_used(&pipe.blocks_empty[stage]);
+}
+
+/* Not while products are under way: ptxas would do all of them one by one for a function that is called. */
+PF_DEVICE void pf_redo_broken(const pf_call &call, const pf_redo &redo) {
+    if (redo.rows)
+        pf_redo_rows(call, redo.sequence, redo.head, redo.first, redo.rows);
+}
+
+/* Block by block. The first scores of the next block are under way while the rows of one are written. */
 PF_DEVICE void pf_compute_blocks(const pf_call &call, unsigned char *shared, pf_pipe &pipe) {
     const float unit = PF_FINAL ? (float)PF_LOG2_E : (float)(call.scale * PF_LOG2_E);
     const float scale = (float)call.scale;
@@ -225,44 +215,52 @@ PF_DEVICE void pf_compute_blocks(const pf_call &call, unsigned char *shared, pf_
     group.keys = group.values = {0, 0};
     if (PF_TURNS && group.number == PF_GROUPS - 1) /* the first turn is the first warpgroup's */
         pf_group_arrive(PF_TURN, PF_TURN_THREADS);
-    pf_position at = {{0, 0}, 0, 0};
+    pf_block_ring ring = {0, 0};
+    pf_redo redo = {0, 0, 0, 0};
     pf_scores score;
-    pf_weights w;
     pf_barrier_wait(&pipe.blocks_ready[0], 0);
     pf_fence_async();
-    const pf_block &block = pf_block_at(shared, at.ring);
-    if (block.num_rows == 0)
+    if (pf_block_at(shared, ring).num_rows == 0)
         return;
-    pf_begin_side(block, pf_first_side(block), at);
     pf_await_keys(pipe, group, true);
     pf_await_turn(group);
     pf_begin_own_scores(score, group.q, group);
     pf_give_turn(group);
-    pf_wgmma_wait<0>();
-    pf_wgmma_settled(pf_flat(score));
-    pf_end_keys(pipe, group);
-    pf_clear_state(group.rows);
-    pf_weigh_tile(call, block, shared, at.side, !pf_is_full(block, at.side, at.tile), at.tile, unit, group,
-                  score, w);
-    pf_pack_weights(score, group.weights);
-    pf_step step;
 #pragma unroll 1
-    do {
-        step = pf_go_on(shared, pipe, scale, group, at);
-        if (step == PF_NO_BLOCK) {
-            pf_begin_own_values(group);
-            pf_wgmma_wait<0>();
-            pf_end_values(pipe, group);
-        } else if (PF_FINAL || !pf_is_full(pf_block_at(shared, at.ring), at.side, at.tile)) {
-            pf_tile(call, shared, pipe, at, step, true, unit, group);
-        } else {
-            pf_tile(call, shared, pipe, at, step, false, unit, group);
-        }
-        if (step != PF_SAME_BLOCK) {
-            pf_end_block(call, shared, pipe, at, group);
-            pf_clear_sums(group.rows);
-        }
-    } while (step != PF_NO_BLOCK);
+    for (;;) {
+        const pf_block &block = pf_block_at(shared, ring);
+        const int stage = ring.stage;
+        pf_wgmma_wait<0>();
+        pf_wgmma_settled(pf_flat(score));
+        pf_end_keys(pipe, group);
+        pf_redo_broken(call, redo);
+        pf_clear_state(group.rows);
+        pf_compute_tiles(call, block, shared + PF_ASIDE_BYTES * stage, pipe,
+                         pf_further(group.q, stage * PF_Q_BYTES), unit, group, score);
+        pf_await_values(pipe, group, true);
+        if (PF_QUERY_STAGES == 1)
+            break;
+        pf_next(ring);
+        pf_barrier_wait(&pipe.blocks_ready[ring.stage], ring.parity);
+        pf_fence_async();
+        if (pf_block_at(shared, ring).num_rows == 0)
+            break;
+        pf_await_keys(pipe, group, true);
+        pf_await_turn(group);
+        pf_begin_own_values(group);
+        pf_begin_own_scores(score, pf_further(group.q, ring.stage * PF_Q_BYTES), group);
+        pf_give_turn(group);
+        pf_wgmma_wait<1>();
+        pf_end_values(pipe, group);
+        pf_end_block(call, block, shared + stage * PF_Q_BYTES, pipe, stage, scale, group, redo);
+    }
+    const int stage = PF_QUERY_STAGES == 1 ? 0 : (ring.stage + PF_QUERY_STAGES - 1) % PF_QUERY_STAGES;
+    pf_begin_own_values(group);
+    pf_wgmma_wait<0>();
+    pf_end_values(pipe, group);
+    pf_end_block(call, *(const pf_block *)(shared + PF_BLOCK_AT + stage * PF_ASIDE_BYTES),
+                 shared + stage * PF_Q_BYTES, pipe, stage, scale, group, redo);
+    pf_redo_broken(call, redo);
 }
 
 extern "C" __global__ void __launch_bounds__(PF_THREADS, 1)

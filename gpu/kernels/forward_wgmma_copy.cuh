@@ -31,7 +31,6 @@ struct pf_mapped_call {
 /* Blocks are found, then ready for those that compute. */
 struct pf_pipe {
     uint64_t blocks_found[PF_QUERY_STAGES], blocks_ready[PF_QUERY_STAGES], blocks_empty[PF_QUERY_STAGES];
-    uint64_t unused; /* see pf_wgmma_after */
     uint64_t keys_full[PF_STAGES], keys_empty[PF_STAGES], values_full[PF_STAGES], values_empty[PF_STAGES];
 };
 

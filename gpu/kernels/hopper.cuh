@@ -123,15 +123,6 @@ template <int N> PF_DEVICE void pf_wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
 }
 
-/* Keeps a wait that comes next behind what the finite number `x` comes from: ptxas may not move it over a
- * store, and does not know that this one is never done. Left alone it waits at once. */
-PF_DEVICE void pf_wgmma_after(float x, void *unused) {
-    asm volatile("{\n.reg .pred never;\nsetp.gt.f32 never, %0, 0f7F7FFFFF;\n"
-                 "@never st.shared.f32 [%1], %0;\n}" ::"f"(x),
-                 "r"(pf_shared_address(unused))
-                 : "memory");
-}
-
 /* After a wait: keeps what reads these sums behind it. */
 template <int COUNT> PF_DEVICE void pf_wgmma_settled(float (&d)[COUNT]) {
 #pragma unroll

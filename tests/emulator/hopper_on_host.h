@@ -234,8 +234,6 @@ template <int N> static inline void pf_wgmma_wait(PF_HERE) {
     pf_emu_collective(pf_emu_group_finish, "wgmma.wait_group", 0xffffffffu, &queue, file, line);
 }
 
-static inline void pf_wgmma_after(float, void *) {}
-
 template <int COUNT> static inline void pf_wgmma_settled(float (&)[COUNT]) {
     asm volatile("" ::: "memory");
 }
