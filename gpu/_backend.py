@@ -105,6 +105,7 @@ class CudaBackend:
             batch_invariant=args.batch_invariant,
             hopper=_forward_wgmma.is_on,
             mapped=not paged and all(map(_has_map, (args.k, args.v))),
+            out_mapped=args.cu_seqlens_q is None and args.out.itemsize == 2 and _has_map(args.out),
             expressions=expressions,
             indices=frozenset(name for name in _plan.INDICES if getattr(args, name) is not None),
         )

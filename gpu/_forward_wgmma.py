@@ -26,6 +26,10 @@ _SPILLS = 1024
 _BLOCK_BYTES = 384
 
 
+#: Rows of a warp, which are written together.
+WARP_ROWS = 16
+
+
 class Tiles(NamedTuple):
     """The shape of a block, and its registers."""
 
@@ -116,6 +120,7 @@ def _source(
     expressions: tuple[tuple[str, str], ...] = (),
     *,
     mapped: bool,
+    stored: bool,
     out_dtype: str,
     **options: Any,
 ) -> Source:
@@ -126,6 +131,7 @@ def _source(
         "PF_QUERY_STAGES": tiles.query_stages,
         "PF_TURNS": int(tiles.turns),
         "PF_MAPPED": int(mapped),
+        "PF_STORED": int(stored),
         "PF_OUT_TYPE": BY_NAME[out_dtype].code,
         "PF_COPY_REGISTERS": tiles.copy_registers,
         "PF_COMPUTE_REGISTERS": tiles.compute_registers,
@@ -141,6 +147,11 @@ def tile_of(problem: Problem) -> tuple[int, int]:
     return tiles.tile, tiles.rows
 
 
+def _is_stored(problem: Problem) -> bool:
+    """Return whether the copy unit writes the result: rows of one head in the order of their queries."""
+    return problem.out_mapped and not _forward_mma.is_packed(problem)
+
+
 def prefill_step(problem: Problem) -> Step:
     """Return the launch that computes the prefill sequences of a problem that `takes` takes."""
     tiles = _tiles(problem)
@@ -153,13 +164,16 @@ def prefill_step(problem: Problem) -> Step:
         width_v,
         problem.expressions,
         mapped=problem.mapped,
+        stored=_is_stored(problem),
         out_dtype=problem.out_dtype,
         **options,
     )
     shared = shared_bytes(tiles, width, width_v, final=_forward_mma.is_final(problem))
     blocks = _splits.Blocks(tiles.rows, tiles.tile, 1, RATE, _forward_mma.is_packed(problem))
     step = _forward_mma.step_of(problem, source, blocks, tiles.threads, shared)
-    step = step._replace(box_rows=tiles.tile if problem.mapped else 0)
+    step = step._replace(
+        box_rows=(tiles.tile if problem.mapped else 0, WARP_ROWS if _is_stored(problem) else 0)
+    )
     if tiles.query_stages == 1 or (problem.spans and problem.max_seqlen_kv >= _LONG_BLOCKS):
         return step
     return step._replace(num_blocks=min(step.num_blocks, problem.num_sms))
@@ -197,8 +211,9 @@ def variants() -> Iterator[Variant]:
             assert tiles is not None
             mapped = not option.get("paged") and "positive_scale" not in option
             source = _source(
-                tiles, width, width_v, mapped=mapped, out_dtype="bfloat16", bfloat16=True, **option
-            )
+                tiles, width, width_v, mapped=mapped, stored=not option.get("packed"),
+                out_dtype="bfloat16", bfloat16=True, **option,
+            )  # fmt: skip
             if mapped:  # as plain calls have it
                 source = source._replace(
                     defines=(*source.defines, ("PF_INDICES", "0"), ("PF_HAS_SPLITS", "0"))
@@ -208,6 +223,7 @@ def variants() -> Iterator[Variant]:
             plain = ("PF_INDICES", "0") in source.defines
             yield Variant(source, (CAPABILITY,), _SPILLS, plain and width == width_v == 128)
     float16 = _source(
-        Tiles(2, 128, 2, 2, True, 72, 216), 128, 128, mapped=True, out_dtype="float16", bfloat16=False
-    )
+        Tiles(2, 128, 2, 2, True, 72, 216), 128, 128, mapped=True, stored=True,
+        out_dtype="float16", bfloat16=False,
+    )  # fmt: skip
     yield Variant(float16, (CAPABILITY,), _SPILLS)

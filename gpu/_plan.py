@@ -74,6 +74,7 @@ class Problem(NamedTuple):
     batch_invariant: bool = False
     hopper: bool = False  # whether kernels for Hopper alone may be taken
     mapped: bool = False  # whether the copy unit can be told of k and v by a map
+    out_mapped: bool = False  # and of the result
     expressions: tuple[tuple[str, str], ...] = ()
     indices: frozenset[str] | None = None  # of `INDICES`; None: nobody has said
 
@@ -134,7 +135,8 @@ class Step(NamedTuple):
     shared_bytes: int = 0
     fields: tuple[tuple[str, int], ...] = ()  # of pf_call, that this step sets
     splits: Splits = Splits()
-    box_rows: int | None = None  # of boxes of k and v for the copy unit; 0: there is room for maps only
+    #: Rows of boxes for the copy unit, of k and v and of the result; 0: there is room for the map only.
+    box_rows: tuple[int, int] | None = None
 
 
 class Plan(NamedTuple):

@@ -19,6 +19,14 @@ _FIELDS = ("q", "k", "v", "out", "lse", *INDEX_NAMES)
 _WORD = 8
 #: Words of a tensor map, and of what its place is a multiple of.
 _MAP_WORDS, _MAP_ALIGNMENT = 16, 8
+#: Tensors with maps, in the order of pf_mapped_call, by whose boxes theirs are like.
+_MAPPED = {"k": "k", "v": "k", "out": "out"}
+#: Fields of pf_call that are the extents of their axes, innermost first.
+_EXTENTS = {
+    "k": ("head_dim", "seqlen_kv", "num_kv_heads", "num_pages"),
+    "v": ("head_dim_v", "seqlen_kv", "num_kv_heads", "num_pages"),
+    "out": ("head_dim_v", "seqlen_q", "num_heads", "batch"),
+}
 _NO_INDEX = (0,) * len(INDEX_NAMES)
 
 
@@ -91,22 +99,27 @@ def prepare(device: _device.Device, step: _plan.Step, call: Array) -> Prepared:
     maps: tuple[Map, ...] = ()
     if step.box_rows is not None:
         at = _plan.ceil_div(len(words), _MAP_ALIGNMENT) * _MAP_ALIGNMENT
-        words = np.concatenate([words, np.zeros(at - len(words) + 2 * _MAP_WORDS, np.uint64)])
-        if step.box_rows:
-            maps = _map(own, "k", "head_dim", at, step), _map(own, "v", "head_dim_v", at + _MAP_WORDS, step)
+        words = np.concatenate([words, np.zeros(at - len(words) + len(_MAPPED) * _MAP_WORDS, np.uint64)])
+        rows = dict(zip(("k", "out"), step.box_rows, strict=True))
+        maps = tuple(
+            _map(own, field, at + i * _MAP_WORDS, rows[of])
+            for i, (field, of) in enumerate(_MAPPED.items())
+            if rows[of]
+        )
     kernel = _compile.kernel(device, step.source)
     grid = step.num_blocks, 1, 1
     merged = step.splits.are_merged
     return Prepared(kernel, grid, step.threads, step.shared_bytes, words, merged, maps)
 
 
-def _map(call: Array, field: str, width: str, at: int, step: _plan.Step) -> Map:
-    """Return what the map of k or v says, whose elements have 16 bits."""
-    axes = {"seqlen_kv": "stride_token", "num_kv_heads": "stride_head", "num_pages": "stride_batch"}
+def _map(call: Array, field: str, at: int, rows: int) -> Map:
+    """Return what the map of k, v or the result says, whose elements have 16 bits."""
+    width, *lengths = _EXTENTS[field]
+    axes = dict(zip(lengths, ("stride_token", "stride_head", "stride_batch"), strict=True))
     extents = [int(call[axis]) for axis in axes]
     # The stride of an axis of one element is never used, and need not be what a map may have.
     strides = [2 * int(call[field][s]) if n > 1 else 16 for n, s in zip(extents, axes.values(), strict=True)]
-    return Map(at, _position(field), (int(call[width]), *extents), tuple(strides), step.box_rows or 0)
+    return Map(at, _position(field), (int(call[width]), *extents), tuple(strides), rows)
 
 
 def _extent(array: Array) -> tuple[int, int]:

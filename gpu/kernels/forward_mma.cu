@@ -113,9 +113,9 @@ extern "C" __global__ void __launch_bounds__(PF_THREADS, PF_MIN_BLOCKS)
     pf_cp_async_wait<0>();
     __syncthreads();
     const int64_t first = block.first + threadIdx.x / 32 * PF_WARP_ROWS;
-    const uint32_t broken =
-        pf_end_rows(call, block, first, shared + threadIdx.x / 32 * (PF_WARP_ROWS * PF_HEAD_DIM_V * 2),
-                    (float)call.scale, state);
+    unsigned char *staged = shared + threadIdx.x / 32 * (PF_WARP_ROWS * PF_HEAD_DIM_V * 2);
+    const uint32_t broken = pf_end_rows(call, block, first, staged, (float)call.scale, state,
+                                        [&] { pf_write_rows(call, block, first, staged); });
     if (broken)
         pf_redo_rows(call, block.s.index, block.head, first, broken);
 }

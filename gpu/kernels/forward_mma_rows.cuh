@@ -56,10 +56,39 @@ PF_DEVICE char *pf_out_of_row(const pf_block &block, int64_t first, int row, cha
     return block.out + (first - block.first + row) * block.out_step;
 }
 
-/* Finishes the rows of a warp and writes them. From `staged` on their places in shared memory are the warp's
- * own. Returns a bit for each row that has to be computed once more, with care. */
-PF_DEVICE uint32_t pf_store_rows(const pf_call &call, const pf_block &block, int64_t first,
-                                 unsigned char *staged, pf_warp_state &state) {
+/* Whether finished rows go to shared memory before they are written. */
+PF_DEVICE bool pf_are_staged(const pf_call &call) {
+    return pf_dtype_size(pf_out_type(call)) <= 2;
+}
+
+/* Writes a warp's rows, which have been staged. */
+PF_DEVICE void pf_write_rows(const pf_call &call, const pf_block &block, int64_t first,
+                             const unsigned char *staged) {
+    typedef pf_copy<PF_HEAD_DIM_V, 32> pieces;
+    const int lane = threadIdx.x % 32, piece = lane % pieces::LANES, at = lane / pieces::LANES;
+    const int width = block.values.width;
+    char *own_out = nullptr;
+    if (PF_PACKED && lane < PF_WARP_ROWS && first + lane < block.num_rows)
+        own_out = pf_out_of(call, block.s, pf_head_of(block, first + lane), pf_query_of(block, first + lane));
+#pragma unroll
+    for (int next = 0; next < PF_WARP_ROWS; next += pieces::ROWS) {
+        const int row = next + at;
+        char *out = pf_out_of_row(block, first, row, own_out);
+#pragma unroll
+        for (int i = 0; i < pieces::REPEAT; i++) {
+            const int p = piece + i * pieces::LANES;
+            if (first + row < block.num_rows && p * 8 < width)
+                *(uint4 *)(out + p * 16) =
+                    *(const uint4 *)(staged + pf_swizzled<PF_HEAD_DIM_V, PF_STAGED_ROWS>(row, p));
+        }
+    }
+    __syncwarp();
+}
+
+/* Finishes the rows of a warp, and writes them or stages them. From `staged` on their places in shared memory
+ * are the warp's own. Returns a bit for each row that has to be computed once more, with care. */
+PF_DEVICE uint32_t pf_finish_rows(const pf_call &call, const pf_block &block, int64_t first,
+                                  unsigned char *staged, pf_warp_state &state) {
     const pf_sequence &s = block.s;
     const int lane = threadIdx.x % 32;
     /* Lane r finishes row r: log-sum-exp and the factor of its output. */
@@ -92,7 +121,7 @@ PF_DEVICE uint32_t pf_store_rows(const pf_call &call, const pf_block &block, int
         again = !PF_FINAL && own_m != -pf_infinity() && fabsf(own_m) > 1e6f;
     }
     uint32_t broken = __ballot_sync(PF_WARP_ALL, again);
-    const bool wide = pf_dtype_size(pf_out_type(call)) > 2;
+    const bool wide = !pf_are_staged(call);
     const int width = block.values.width;
 #pragma unroll
     for (int m = 0; m < PF_ROW_TILES; m++)
@@ -100,14 +129,13 @@ PF_DEVICE uint32_t pf_store_rows(const pf_call &call, const pf_block &block, int
         for (int h = 0; h < 2; h++) {
             const int row = 16 * m + 8 * h + lane / 4;
             const float factor = __shfl_sync(PF_WARP_ALL, own_factor, row);
-            const bool saw = state.m[m][h] != -pf_infinity();
             float worst = 0;
 #pragma unroll
             for (int n = 0; n < PF_HEAD_DIM_V / 8; n++)
 #pragma unroll
                 for (int e = 2 * h; e < 2 * h + 2; e++) {
-                    const float x = saw ? pf_finished(state.o[m][n][e], factor) : 0;
-                    worst += x * 0; /* stays 0 unless one is no number */
+                    const float x = pf_finished(state.o[m][n][e], factor);
+                    worst = fmaf(x, 0.0f, worst); /* stays 0 unless one is no number */
                     state.o[m][n][e] = x;
                 }
             const uint32_t lanes = __ballot_sync(PF_WARP_ALL, worst != 0);
@@ -139,23 +167,6 @@ PF_DEVICE uint32_t pf_store_rows(const pf_call &call, const pf_block &block, int
             }
         }
     __syncwarp();
-    if (!wide) {
-        typedef pf_copy<PF_HEAD_DIM_V, 32> pieces;
-        const int piece = lane % pieces::LANES, at = lane / pieces::LANES;
-#pragma unroll
-        for (int next = 0; next < PF_WARP_ROWS; next += pieces::ROWS) {
-            const int row = next + at;
-            char *out = pf_out_of_row(block, first, row, own_out);
-#pragma unroll
-            for (int i = 0; i < pieces::REPEAT; i++) {
-                const int p = piece + i * pieces::LANES;
-                if (first + row < block.num_rows && p * 8 < width)
-                    *(uint4 *)(out + p * 16) =
-                        *(const uint4 *)(staged + pf_swizzled<PF_HEAD_DIM_V, PF_STAGED_ROWS>(row, p));
-            }
-        }
-        __syncwarp();
-    }
     const int64_t left = block.num_rows - first;
     return left >= PF_WARP_ROWS ? broken : left <= 0 ? 0 : broken & ((1u << left) - 1);
 }
@@ -312,9 +323,10 @@ PF_DEVICE void pf_clear_state(pf_warp_state &state) {
 
 /* Ends the sums of a warp's rows, the first of which is `first`: writes them, or their states where keys are
  * split. `scale` is what products are multiplied by. From `staged` on places of finished rows are the warp's
- * own. Returns a bit for each row that has to be computed once more. */
+ * own; `write` writes what has been staged. Returns a bit for each row that has to be computed once more. */
+template <class Write>
 PF_DEVICE uint32_t pf_end_rows(const pf_call &call, const pf_block &block, int64_t first,
-                               unsigned char *staged, float scale, pf_warp_state &state) {
+                               unsigned char *staged, float scale, pf_warp_state &state, const Write &write) {
 #pragma unroll
     for (int m = 0; m < PF_ROW_TILES; m++)
 #pragma unroll
@@ -324,10 +336,14 @@ PF_DEVICE uint32_t pf_end_rows(const pf_call &call, const pf_block &block, int64
                 top = pf_floored(top * scale);
             state.l[m][h] = pf_quad_sum(state.l[m][h]);
         }
-    if (!pf_has_splits(call))
-        return pf_store_rows(call, block, first, staged, state);
-    pf_store_states(call, block, first, state);
-    return 0;
+    if (pf_has_splits(call)) {
+        pf_store_states(call, block, first, state);
+        return 0;
+    }
+    const uint32_t broken = pf_finish_rows(call, block, first, staged, state);
+    if (pf_are_staged(call))
+        write();
+    return broken;
 }
 
 #endif

@@ -150,10 +150,26 @@ PF_DEVICE void pf_tile(const pf_call &call, const pf_block &block, unsigned char
     pf_pack_weights(score, group.weights);
 }
 
+/* A block that has ended: rows of it that have to be computed once more, and its place, which is free when
+ * its rows have been read. */
+struct pf_redo {
+    int64_t sequence, head, first;
+    uint32_t rows;
+    int stage;
+};
+
+/* The place of the block that has ended may be used again. */
+PF_DEVICE void pf_free_block(pf_pipe &pipe, const pf_redo &redo) {
+    if (PF_STORED && redo.stage >= 0 && threadIdx.x % 32 == 0) {
+        pf_stores_read();
+        pf_barrier_arrive(&pipe.blocks_empty[redo.stage]);
+    }
+}
+
 /* The tiles of a block, of whose first one the scores are under way; the values of the last one are left. */
 PF_DEVICE void pf_compute_tiles(const pf_call &call, const pf_block &block, unsigned char *aside,
                                 pf_pipe &pipe, uint64_t q, float unit, pf_group_state &group,
-                                pf_scores &score) {
+                                const pf_redo &before, pf_scores &score) {
     int side = pf_first_side(block);
     while (block.begin[side] >= block.end[side])
         side++;
@@ -161,6 +177,7 @@ PF_DEVICE void pf_compute_tiles(const pf_call &call, const pf_block &block, unsi
     pf_weights w;
     pf_weigh_tile(call, block, aside, side, !pf_is_full(block, side, tile), tile, unit, group, score, w);
     pf_pack_weights(score, group.weights);
+    pf_free_block(pipe, before);
     tile++;
     for (;;) {
         while (tile < block.end[side]) {
@@ -177,34 +194,55 @@ PF_DEVICE void pf_compute_tiles(const pf_call &call, const pf_block &block, unsi
     }
 }
 
-/* Rows that have to be computed once more. */
-struct pf_redo {
-    int64_t sequence, head, first;
-    uint32_t rows;
-};
+/* Lets the copy unit write a warp's staged rows. */
+PF_DEVICE void pf_write_box(const pf_tensor_map *map, const pf_block &block, int64_t first,
+                            const unsigned char *staged) {
+    pf_fence_async();
+    __syncwarp();
+    if (threadIdx.x % 32 != 0)
+        return;
+#pragma unroll
+    for (int panel = 0; panel < PF_HEAD_DIM_V / 64; panel++)
+        pf_store_box(staged + panel * (PF_ROWS * 128), map, 64 * panel, (int)(block.s.q_token + first),
+                     (int)block.head, (int)block.s.q_batch);
+    pf_stores_commit();
+}
 
 /* Writes the rows of a block whose sums are complete. */
-PF_DEVICE void pf_end_block(const pf_call &call, const pf_block &block, unsigned char *queries, pf_pipe &pipe,
-                            int stage, float scale, pf_group_state &group, pf_redo &redo) {
+PF_DEVICE void pf_end_block(const pf_call &call, const pf_tensor_map *map, const pf_block &block,
+                            unsigned char *queries, pf_pipe &pipe, int stage, float scale,
+                            pf_group_state &group, pf_redo &redo) {
     const int warp = threadIdx.x / 32 - PF_FIRST_WARP;
     pf_group_sync(PF_OWN + group.number, 128); /* finished rows take the place of their queries */
     redo.first = block.first + warp * PF_WARP_ROWS;
     redo.sequence = block.s.index;
     redo.head = block.head;
-    redo.rows =
-        pf_end_rows(call, block, redo.first, queries + warp * (PF_WARP_ROWS * 128), scale, group.rows);
+    redo.stage = stage;
+    unsigned char *staged = queries + warp * (PF_WARP_ROWS * 128);
+    redo.rows = pf_end_rows(call, block, redo.first, staged, scale, group.rows, [&] {
+        if (PF_STORED && redo.first + PF_WARP_ROWS <= block.num_rows)
+            pf_write_box(map, block, redo.first, staged);
+        else
+            pf_write_rows(call, block, redo.first, staged);
+    });
     __syncwarp();
-    pf_used(&pipe.blocks_empty[stage]);
+    if (!PF_STORED)
+        pf_used(&pipe.blocks_empty[stage]);
 }
 
 /* Not while products are under way: ptxas would do all of them one by one for a function that is called. */
 PF_DEVICE void pf_redo_broken(const pf_call &call, const pf_redo &redo) {
-    if (redo.rows)
-        pf_redo_rows(call, redo.sequence, redo.head, redo.first, redo.rows);
+    if (!redo.rows)
+        return;
+    if (PF_STORED && threadIdx.x % 32 == 0)
+        pf_stores_done();
+    __syncwarp();
+    pf_redo_rows(call, redo.sequence, redo.head, redo.first, redo.rows);
 }
 
 /* Block by block. The first scores of the next block are under way while the rows of one are written. */
-PF_DEVICE void pf_compute_blocks(const pf_call &call, unsigned char *shared, pf_pipe &pipe) {
+PF_DEVICE void pf_compute_blocks(const pf_call &call, const pf_tensor_map *map, unsigned char *shared,
+                                 pf_pipe &pipe) {
     const float unit = PF_FINAL ? (float)PF_LOG2_E : (float)(call.scale * PF_LOG2_E);
     const float scale = (float)call.scale;
     pf_group_state group;
@@ -216,7 +254,7 @@ PF_DEVICE void pf_compute_blocks(const pf_call &call, unsigned char *shared, pf_
     if (PF_TURNS && group.number == PF_GROUPS - 1) /* the first turn is the first warpgroup's */
         pf_group_arrive(PF_TURN, PF_TURN_THREADS);
     pf_block_ring ring = {0, 0};
-    pf_redo redo = {0, 0, 0, 0};
+    pf_redo redo = {0, 0, 0, 0, -1};
     pf_scores score;
     pf_barrier_wait(&pipe.blocks_ready[0], 0);
     pf_fence_async();
@@ -236,7 +274,7 @@ PF_DEVICE void pf_compute_blocks(const pf_call &call, unsigned char *shared, pf_
         pf_redo_broken(call, redo);
         pf_clear_state(group.rows);
         pf_compute_tiles(call, block, shared + PF_ASIDE_BYTES * stage, pipe,
-                         pf_further(group.q, stage * PF_Q_BYTES), unit, group, score);
+                         pf_further(group.q, stage * PF_Q_BYTES), unit, group, redo, score);
         pf_await_values(pipe, group, true);
         if (PF_QUERY_STAGES == 1)
             break;
@@ -252,15 +290,17 @@ PF_DEVICE void pf_compute_blocks(const pf_call &call, unsigned char *shared, pf_
         pf_give_turn(group);
         pf_wgmma_wait<1>();
         pf_end_values(pipe, group);
-        pf_end_block(call, block, shared + stage * PF_Q_BYTES, pipe, stage, scale, group, redo);
+        pf_end_block(call, map, block, shared + stage * PF_Q_BYTES, pipe, stage, scale, group, redo);
     }
     const int stage = PF_QUERY_STAGES == 1 ? 0 : (ring.stage + PF_QUERY_STAGES - 1) % PF_QUERY_STAGES;
     pf_begin_own_values(group);
     pf_wgmma_wait<0>();
     pf_end_values(pipe, group);
-    pf_end_block(call, *(const pf_block *)(shared + PF_BLOCK_AT + stage * PF_ASIDE_BYTES),
+    pf_end_block(call, map, *(const pf_block *)(shared + PF_BLOCK_AT + stage * PF_ASIDE_BYTES),
                  shared + stage * PF_Q_BYTES, pipe, stage, scale, group, redo);
     pf_redo_broken(call, redo);
+    if (PF_STORED && threadIdx.x % 32 == 0)
+        pf_stores_read(); /* shared memory has to last until then */
 }
 
 extern "C" __global__ void __launch_bounds__(PF_THREADS, 1)
@@ -276,6 +316,6 @@ extern "C" __global__ void __launch_bounds__(PF_THREADS, 1)
         pf_copy_blocks(call, mapped.maps, shared, pipe);
     } else {
         pf_take_registers<PF_COMPUTE_REGISTERS>();
-        pf_compute_blocks(call, shared, pipe);
+        pf_compute_blocks(call, &mapped.maps[2], shared, pipe);
     }
 }

@@ -22,10 +22,11 @@ enum {
     PF_VALUE_COPIER,
 };
 
-/* A call, and keys and values as the copy unit knows them: boxes of PF_TILE rows of 64 elements. */
+/* A call, and keys, values and the result as the copy unit knows them: boxes of PF_TILE rows of 64 elements,
+ * of the result PF_WARP_ROWS. */
 struct pf_mapped_call {
     pf_call call;
-    pf_tensor_map maps[2];
+    pf_tensor_map maps[3];
 };
 
 /* Blocks are found, then ready for those that compute. */

@@ -57,6 +57,29 @@ PF_DEVICE void pf_copy_box(void *shared, const pf_tensor_map *map, int dim, int 
                  : "memory");
 }
 
+/* The other way: starts the copy of a box to a tensor; elements outside of it are left out. The thread that
+ * began it can wait until what it has begun has been read, or is there. */
+PF_DEVICE void pf_store_box(const void *shared, const pf_tensor_map *map, int dim, int token, int head,
+                            int batch) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%1, {%2, %3, %4, %5}], [%0];" ::"r"(
+            pf_shared_address(shared)),
+        "l"(map), "r"(dim), "r"(token), "r"(head), "r"(batch)
+        : "memory");
+}
+
+PF_DEVICE void pf_stores_commit() {
+    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
+PF_DEVICE void pf_stores_read() {
+    asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+
+PF_DEVICE void pf_stores_done() {
+    asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+}
+
 PF_DEVICE void pf_fetch_map(const pf_tensor_map *map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }

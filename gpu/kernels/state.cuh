@@ -97,8 +97,12 @@ PF_DEVICE void pf_store_lse(const pf_call &call, const pf_sequence &s, int64_t h
 }
 
 /* One element of a finished row. Adding 0 makes -0 to 0: bits must not depend on keys with weight 0. */
-PF_DEVICE pf_real pf_finished(pf_real o, pf_real factor) {
-    return (o + 0) * factor;
+PF_DEVICE float pf_finished(float o, float factor) {
+    return fmaf(o, factor, 0.0f);
+}
+
+PF_DEVICE double pf_finished(double o, double factor) {
+    return fma(o, factor, 0.0);
 }
 
 PF_DEVICE void pf_store_out(const pf_call &call, char *row, int64_t d, pf_real x) {

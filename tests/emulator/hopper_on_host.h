@@ -66,6 +66,25 @@ static inline void pf_copy_box(void *shared, const pf_tensor_map *map, int dim, 
     pf_emu_barrier_add(barrier, -(int64_t)(w[8] * 128), 0, file, line);
 }
 
+static inline void pf_store_box(const void *shared, const pf_tensor_map *map, int dim, int token, int head,
+                                int batch, PF_HERE) {
+    const uint64_t *w = map->words;
+    const unsigned char *from = (const unsigned char *)shared;
+    if (!pf_emu_is_shared(from, w[8] * 128) || (from - pf_emu_shared) % 1024)
+        pf_emu_fail(file, line, "a box that is not at a multiple of 1024 bytes of shared memory");
+    for (uint64_t row = 0; row < w[8]; row++)
+        for (int element = 0; element < 64; element++)
+            if ((uint64_t)(dim + element) < w[1] && (uint64_t)token + row < w[2] && (uint64_t)head < w[3] &&
+                (uint64_t)batch < w[4])
+                __builtin_memcpy(
+                    (char *)w[0] + (dim + element) * 2 + ((uint64_t)token + row) * w[5] +
+                        (uint64_t)head * w[6] + (uint64_t)batch * w[7],
+                    from + row * 128 + ((uint64_t)(element / 8) ^ row % 8) * 16 + element % 8 * 2, 2);
+}
+
+static inline void pf_stores_commit() {}
+static inline void pf_stores_read() {}
+static inline void pf_stores_done() {}
 static inline void pf_fetch_map(const pf_tensor_map *) {}
 
 static inline void pf_cp_async_arrive(uint64_t *barrier, PF_HERE) {
