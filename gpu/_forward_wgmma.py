@@ -60,7 +60,7 @@ def width_class(width: int) -> int:
 def shared_bytes(tiles: Tiles, width: int, width_v: int, *, final: bool) -> int:
     """Return the shared memory of a block: the sum that the enumeration in forward_mma_tile.cuh has."""
     queries = tiles.rows * max(width, width_v) * 2 + _BLOCK_BYTES + (48 if final else 16) * tiles.rows
-    barriers = 8 * (3 * tiles.query_stages + 4 * tiles.stages)
+    barriers = 8 * (3 * tiles.query_stages + 4 * tiles.stages) + _BLOCK_BYTES
     return tiles.query_stages * queries + tiles.stages * tiles.tile * (width + width_v) * 2 + barriers
 
 

@@ -33,6 +33,7 @@ struct pf_mapped_call {
 struct pf_pipe {
     uint64_t blocks_found[PF_QUERY_STAGES], blocks_ready[PF_QUERY_STAGES], blocks_empty[PF_QUERY_STAGES];
     uint64_t keys_full[PF_STAGES], keys_empty[PF_STAGES], values_full[PF_STAGES], values_empty[PF_STAGES];
+    unsigned char next[PF_BLOCK_BYTES]; /* the block that comes next, until it has a place */
 };
 
 PF_DEVICE void pf_prepare(pf_pipe &pipe) {
@@ -199,18 +200,12 @@ PF_DEVICE void pf_give_a_tile(pf_block &block) {
     block.end[PF_WINDOW_KEYS] = 1;
 }
 
-/* One warp finds blocks and brings their queries; a block without rows is the end. Without a second place
- * for queries there is one block. */
-PF_DEVICE void pf_find_blocks(const pf_call &call, unsigned char *shared, pf_pipe &pipe) {
-    pf_block_ring ring = {0, 1}; /* the phase before the first: stages begin empty */
-    uint32_t round = 0;
-    bool found = true;
-#pragma unroll 1
-    while (found) {
-        pf_block &block = pf_block_at(shared, ring);
-        pf_barrier_wait(&pipe.blocks_empty[ring.stage], ring.parity);
+/* Looks for the next block, by one warp; without rows it is none. Blocks whose indices cannot be are done
+ * with here. */
+PF_DEVICE void pf_find_block(const pf_call &call, uint32_t &round, pf_block &block) {
+    for (;;) {
         pf_work work;
-        found = pf_next_work(call, round, work);
+        const bool found = pf_next_work(call, round, work);
         if (threadIdx.x % 32 == 0) {
             if (found)
                 block = pf_get_block(call, work);
@@ -218,17 +213,42 @@ PF_DEVICE void pf_find_blocks(const pf_call &call, unsigned char *shared, pf_pip
                 block.num_rows = 0;
         }
         __syncwarp();
-        if (found)
-            pf_find_tiles(call, block);
+        if (!found)
+            return;
+        pf_find_tiles(call, block);
         __syncwarp();
-        if (found && threadIdx.x % 32 == 0)
+        if (threadIdx.x % 32 == 0)
             pf_give_a_tile(block);
         __syncwarp();
-        if (found && __any_sync(PF_WARP_ALL, pf_finds_bad(call, block.s, threadIdx.x % 32, 32))) {
-            pf_store_bad_rows(call, block);
-            __syncwarp();
-            continue;
-        }
+        if (!__any_sync(PF_WARP_ALL, pf_finds_bad(call, block.s, threadIdx.x % 32, 32)))
+            return;
+        pf_store_bad_rows(call, block);
+        __syncwarp();
+    }
+}
+
+/* Puts the next block into its place. */
+PF_DEVICE void pf_place_block(const pf_pipe &pipe, pf_block &block) {
+    const uint64_t *from = (const uint64_t *)pipe.next;
+    uint64_t *to = (uint64_t *)&block;
+    for (uint32_t i = threadIdx.x % 32; i < sizeof(pf_block) / 8; i += 32)
+        to[i] = from[i];
+    __syncwarp();
+}
+
+/* One warp finds blocks and brings their queries; a block without rows is the end. Without a second place
+ * for queries there is one block. What takes long does not wait until there is a place. */
+PF_DEVICE void pf_find_blocks(const pf_call &call, unsigned char *shared, pf_pipe &pipe) {
+    pf_block_ring ring = {0, 1}; /* the phase before the first: stages begin empty */
+    uint32_t round = 0;
+    bool found = true;
+#pragma unroll 1
+    while (found) {
+        pf_find_block(call, round, *(pf_block *)pipe.next);
+        pf_block &block = pf_block_at(shared, ring);
+        pf_barrier_wait(&pipe.blocks_empty[ring.stage], ring.parity);
+        pf_place_block(pipe, block);
+        found = block.num_rows > 0;
         pf_used(&pipe.blocks_found[ring.stage]);
         if (found)
             pf_copy_query_rows(call, block, shared + ring.stage * PF_Q_BYTES);
