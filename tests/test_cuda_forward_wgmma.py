@@ -171,6 +171,42 @@ def test_nothing_of_hidden_keys_is_seen_cuda(hopper):
     assert np.isnan(out[:, -1]).all() and not np.isnan(out[:, :-1]).any()
 
 
+def stored(problem):
+    plan = _forward_wgmma.plan(problem)
+    return dict(plan.steps[0].source.defines)["PF_STORED"], plan.steps[0].box_rows[1]
+
+
+def test_the_copy_unit_writes_rows_that_it_can_be_told_of():
+    assert stored(HOPPER) == ("0", 0)
+    assert stored(HOPPER._replace(out_mapped=True)) == ("1", 16)
+    shared_keys = dict(num_heads=8, num_kv_heads=2, max_seqlen_q=40)
+    assert stored(HOPPER._replace(out_mapped=True, **shared_keys)) == ("0", 0), "rows of several heads"
+
+
+@pytest.mark.parametrize("options", [{}, {"out_dtype": "float32"}, {"layout": "bhsd"}], ids=str)
+@pytest.mark.parametrize("seqlen_q", [144, 300])
+def test_rows_are_written_whoever_writes_them_cuda(hopper, seqlen_q, options):
+    """By the copy unit, or lane by lane where a warp has less than its rows; block after block."""
+    shape = SHAPE | dict(batch=3, num_heads=4, head_dim_v=128)
+    call = dense(14, seqlen_q=seqlen_q, seqlen_kv=200, causal=True, **shape)
+    if options.get("layout"):
+        call.arrays.update({name: x.swapaxes(1, 2).copy() for name, x in call.arrays.items()})
+    call.options.update(options)
+    out, _ = hopper(call)
+    plain = pyflash.flash_attention(*call.arrays.values(), **call.options, backend="cuda", family="prefill")
+    assert_same_bits(plain, out)
+
+
+@pytest.mark.parametrize("key", [0, 40, 255])
+def test_rows_that_are_computed_once_more_cuda(hopper, key):
+    """With care, after the copy unit has written what came out first."""
+    call = dense(15, seqlen_q=256, seqlen_kv=256, causal=True, **SHAPE | {"num_heads": 3})
+    call.arrays["v"][:, key, 1, ::3] = np.inf
+    out, _ = hopper(call)
+    assert np.isinf(out[:, key:, 1, ::3]).all() and np.isfinite(out[:, :key]).all()
+    assert np.isfinite(out[:, :, [0, 2]]).all() and np.isfinite(out[:, :, 1, 1::3]).all()
+
+
 def test_bits_do_not_depend_on_the_run_cuda(hopper):
     call = dense(12, seqlen_q=300, seqlen_kv=900, causal=True, **SHAPE)
     want = hopper(call)
