@@ -109,6 +109,14 @@ def test_shard_refuses(options, message):
 @pytest.mark.parametrize(
     ("work", "message"),
     [
+        (lambda: shard([1, 2], 0, 2, axis=0), r"x: found \[1, 2\] \(list\), expected an array"),
+        (lambda: unshard([np.zeros((2, 2)), np.zeros((2, 1))], axis=0), r"shards\[1\]: found one of numpy"),
+        (lambda: unshard([np.zeros(2), np.zeros((2, 1))], axis=0), r"shards\[1\]: found one of numpy"),
+        (lambda: unshard([np.zeros(2), 3], axis=0), r"shards\[1\]: found 3 \(int\), expected an array"),
+        (lambda: unshard(7), r"shards: found 7 \(int\), expected a sequence"),
+        (lambda: unshard([np.zeros(2)] * 2, axis=0, cu_seqlens=[None, None]), r"cu_seqlens\[0\]: found None"),
+        (lambda: unshard([np.zeros(2)] * 2, axis=0, cu_seqlens=5), r"cu_seqlens: found 5 \(int\)"),
+        (lambda: positions(2**62, 0, 2), "seqlen: found 4611686018427387904"),
         (lambda: shard(np.zeros(8), 0, 2), r"axis: found -3, expected an axis of arrays of shape \(8,\)"),
         (lambda: unshard([np.zeros(8)] * 2), r"axis: found -3, expected an axis of arrays of shape \(8,\)"),
         (

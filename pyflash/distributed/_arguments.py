@@ -152,7 +152,7 @@ def _check(q: Any, k: Any, v: Any, options: dict[str, Any]) -> None:
             instead = "give a number or one per head"
             raise unsupported(name, "a scale per token", "pyflash.distributed", instead)
     if packed:
-        checked.pop("layout")
+        choice("layout", checked.pop("layout"), ("bshd", "bhsd"))
         checked.update(cu_seqlens_q=options["cu_seqlens_q"], cu_seqlens_kv=options["cu_seqlens_kv"])
         if options["cu_seqlens_kv"] is None:
             raise invalid("cu_seqlens_kv", "None", "prefix sums beside cu_seqlens_q")

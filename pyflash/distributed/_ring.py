@@ -145,23 +145,28 @@ def agreed(
     """Return the ring of a call on which all ranks agree, or raise the first error of any. A collective."""
     key = None if call is None else _routes.key_of(call)
     before, route = _routes.recall(comm.rank, key)
-    mine, ring = None, None
+    mine, ring, failure = None, None, None
     if call is not None and route is not None and comm.mark() is not None:
         # What the ranks tell one another while kernels work costs nothing.
-        ring, error = _agreement.attempt(functools.partial(_begun, make, comm, call, route))
+        ring, failure = _agreement.attempt(functools.partial(_begun, make, comm, call, route))
     if call is not None:
         mine = {"facts": call.facts, "lengths": (call.lengths_q, call.lengths_kv), "keys": (key, before)}
+        mine["begun"] = ring is not None
     everyone = _agreement.exchange(comm, mine, error)
     _agreement.check_same([one["facts"] for one in everyone])
     assert call is not None
     keys = b"".join(one["keys"][0] or b"-" for one in everyone)
     if route is None or any(one["keys"][1] != keys for one in everyone):
-        ring = None
+        ring, failure = None, None  # it was the ring of another call, and so was its failure
         route = _found(comm, call, call.layouts(everyone))
         _routes.remember(comm.rank, key, keys, route)
-    if ring is None:
-        ring, error = _agreement.attempt(functools.partial(make, comm, call, route.layouts, route))
-        _agreement.exchange(comm, None, error)
+        all_began = False
+    else:
+        all_began = all(one["begun"] for one in everyone)
+    if not all_began:
+        if ring is None and failure is None:
+            ring, failure = _agreement.attempt(functools.partial(make, comm, call, route.layouts, route))
+        _agreement.exchange(comm, None, failure)
     assert ring is not None
     return ring
 
@@ -221,18 +226,23 @@ class _Ring:
         return self._comm.empty((num_tokens, *shape), like.dtype, like)
 
     def _own(self) -> Held:
-        """Return this rank's keys, as they lie or in the first buffer."""
+        """Return this rank's keys, as they lie or where `_pack` puts them."""
         rank, k, v = self._comm.rank, self._call.k, self._call.v
         num_tokens = self._num_tokens(rank)
         if self._is_packed_first():
-            for buffer, x in zip(self._buffers[0], (k, v), strict=True):
-                buffer[:num_tokens] = _by_token(x)
             k, v = (_by_token(x[:num_tokens]) for x in self._buffers[0])
         return Held(rank, _ranges.pair(0, num_tokens), k, v)
+
+    def _pack(self) -> None:
+        """Put this rank's keys into the first buffer if they can't be sent from where they lie."""
+        if self._is_packed_first():
+            for buffer, x in zip(self._buffers[0], (self._call.k, self._call.v), strict=True):
+                buffer[: self._num_tokens(self._comm.rank)] = _by_token(x)
 
     def begin(self) -> None:
         """Compute with this rank's own keys, before ranks have agreed."""
         self._tree, self._begun = RankTree(self._comm.size, self._states.merged), self._own()
+        self._pack()
         self._mark = self._comm.mark()
         self._take(self._tree, self._begun)
 
@@ -240,7 +250,10 @@ class _Ring:
         """Compute while keys go round; a failure is kept until they have, for others wait for them."""
         tree = RankTree(self._comm.size, self._states.merged) if self._tree is None else self._tree
         rank, size = self._comm.rank, self._comm.size
-        held, failure = self._own() if self._begun is None else self._begun, None
+        held, failure = self._begun, None
+        if held is None:
+            held = self._own()
+            _, failure = _agreement.attempt(self._pack)
         for step in range(size):
             coming = self._route.incoming[step]
             k, v = (x[: _ranges.total(coming.ranges)] for x in self._buffers[(step + 1) % 2])

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from .._arrays import on_host
-from .._checks import index_array, index_range, integer, prefix_sums
+from .._checks import AN_ARRAY, MAX_POSITION, describe, index_array, index_range, integer, prefix_sums
 from .._description import Array
 from .._errors import invalid
 from ._schedules import Layout, even_lengths, layout
@@ -64,7 +64,7 @@ def shard(
     >>> [shard(np.arange(8), rank, 2, axis=0).tolist() for rank in (0, 1)]
     [[0, 1, 6, 7], [2, 3, 4, 5]]
     """
-    axis = _axis(x, axis)
+    axis = _axis("x", x, axis)
     where = _layout(int(x.shape[axis]), size, schedule, cu_seqlens, lengths)
     rank = integer("rank", rank, 0, where.size - 1)
     start, count = where.pieces(rank)
@@ -118,18 +118,18 @@ def unshard(
     >>> unshard([np.array([0, 1, 6, 7]), np.array([2, 3, 4, 5])], axis=0).tolist()
     [0, 1, 2, 3, 4, 5, 6, 7]
     """
-    if not len(shards):
-        raise invalid("shards", "none", "those of all ranks")
-    axis = _axis(shards[0], axis)
+    shards = _alike(shards, axis)
+    axis = _axis("shards[0]", shards[0], axis)
     if cu_seqlens is None:
         lengths = np.array([[int(x.shape[axis])] for x in shards], np.int64)
     else:
-        borders = [on_host(cu) for cu in cu_seqlens]
+        borders = [on_host(cu) for cu in _sequence("cu_seqlens", cu_seqlens)]
         if len(borders) != len(shards):
             raise invalid("cu_seqlens", f"those of {len(borders)} ranks", f"of {len(shards)}, as shards")
         for rank, (cu, x) in enumerate(zip(borders, shards, strict=True)):
             name = f"cu_seqlens[{rank}]"
-            prefix_sums(name, cu, len(borders[0]) - 1, int(x.shape[axis]), lambda _, array: array)
+            num_sequences = len(borders[0]) - 1 if rank else None
+            prefix_sums(name, cu, num_sequences, int(x.shape[axis]), lambda _, array: array)
         lengths = np.array([np.diff(cu) for cu in borders], np.int64)
     where = layout(schedule, lengths, "shards")
     gathered = _joined(list(shards), axis)
@@ -168,19 +168,50 @@ def positions(
     """
     if getattr(seqlen, "shape", ()):
         totals = index_array("seqlen", on_host(seqlen), (None,), "(batch,)").astype(np.int64)
-        index_range("seqlen", totals, 0, np.iinfo(np.int64).max, "a length")
+        index_range("seqlen", totals, 0, MAX_POSITION, "a length")
     else:
-        totals = np.array([integer("seqlen", seqlen, 0)])
+        totals = np.array([integer("seqlen", seqlen, 0, MAX_POSITION)])
     where = _layout(int(totals.sum()), size, schedule, np.concatenate([[0], np.cumsum(totals)]), lengths)
     return where.positions(integer("rank", rank, 0, where.size - 1))
 
 
-def _axis(x: Any, axis: int) -> int:
-    """Return an axis, counted from the front."""
+def _axis(name: str, x: Any, axis: int) -> int:
+    """Return an axis of an array, counted from the front."""
+    if not hasattr(x, "shape") or not hasattr(x, "dtype"):
+        raise invalid(name, describe(x), AN_ARRAY)
     shape = tuple(x.shape)
     if not -len(shape) <= integer("axis", axis) < len(shape):
         raise invalid("axis", axis, f"an axis of arrays of shape {shape}")
     return axis % len(shape)
+
+
+def _sequence(name: str, given: Any) -> list[Any]:
+    try:
+        return list(given)
+    except TypeError:
+        raise invalid(name, describe(given), "a sequence with one for each rank") from None
+
+
+def _library(x: Any) -> str:
+    """Return the name of the library an array is of; classes of the caller's own are NumPy's."""
+    return "numpy" if isinstance(x, np.ndarray) else type(x).__module__.partition(".")[0]
+
+
+def _alike(shards: Any, axis: int) -> list[Any]:
+    """Return shards that are arrays of one library and, but for the tokens, of one shape."""
+    shards = _sequence("shards", shards)
+    if not shards:
+        raise invalid("shards", "none", "those of all ranks")
+    first = None
+    for rank, x in enumerate(shards):
+        name = f"shards[{rank}]"
+        at = _axis(name, x, axis)
+        shape = (*x.shape[:at], "tokens", *x.shape[at + 1 :])
+        first = first or (_library(x), shape)
+        if (_library(x), shape) != first:
+            expected = f"an array of {first[0]} of shape {first[1]}, like shards[0]"
+            raise invalid(name, f"one of {_library(x)} of shape {tuple(x.shape)}", expected)
+    return shards
 
 
 def _layout(total: int, size: int, schedule: str, cu_seqlens: Any, lengths: Any) -> Layout:

@@ -41,6 +41,16 @@ class Packed(NamedTuple):
     options: dict[str, Any]
 
 
+#: Bytes for each row of a rank, however many ranks there are, that a route may keep of the calls of its steps.
+_KEPT_BYTES = 256
+
+
+def _bytes_of(calls: Packed | list[Part]) -> int:
+    """Return the bytes of the spans of a step's calls."""
+    some = [calls] if isinstance(calls, Packed) else calls
+    return sum(end.nbytes for one in some for end in one.options.get("spans", ()))
+
+
 def spans_or_less(lo: Array, hi: Array, num_keys: int, q_offset: Array | None = None) -> dict[str, Any]:
     """Return the options that say that rows see keys ``lo <= j < hi``: none, causal order, or spans.
 
@@ -98,7 +108,10 @@ class Steps:
         key = held.rank, self._call.alibi_slopes is not None
         calls = self._known.get(key)
         if calls is None:
-            calls = self._known[key] = self._calls(held)
+            calls = self._calls(held)
+            kept = sum(map(_bytes_of, self._known.values())) + _bytes_of(calls)
+            if kept <= _KEPT_BYTES * self._states.num_rows:
+                self._known[key] = calls
         return self._all_sequences(held, calls) if isinstance(calls, Packed) else self._run(held, calls)
 
     def _calls(self, held: Held) -> Packed | list[Part]:

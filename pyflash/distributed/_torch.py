@@ -100,9 +100,18 @@ class TorchCommunicator:
                 where = "a GPU" if self._on_gpu else "the host"
                 raise unsupported(name, f"a tensor on {x.device}", "this process group", f"expected {where}")
         elif name in _TERMS and isinstance(x, np.ndarray):
-            device = f"cuda:{self._torch.cuda.current_device()}" if self._on_gpu else "cpu"
-            return self._torch.as_tensor(x, device=device)
+            return self._tensor_of(x)
         return x
+
+    def _tensor_of(self, x: Array) -> Any:
+        """Return a copy of an array as a tensor; what torch has no type for stays for the checks to name."""
+        device = f"cuda:{self._torch.cuda.current_device()}" if self._on_gpu else "cpu"
+        if x.dtype.name == "bfloat16":
+            bits = self._torch.from_numpy(np.array(x).view(np.int16))
+            return bits.view(self._torch.bfloat16).to(device)
+        if x.dtype.kind not in "fiub" or not x.dtype.isnative:
+            return x
+        return self._torch.from_numpy(np.array(x)).to(device)
 
     def give_back(self, array: Any, like: Any) -> Any:
         """Return the tensor itself."""
@@ -151,7 +160,8 @@ class TorchCommunicator:
         operations = [
             distributed.P2POp(
                 operation,
-                tensor.reshape(-1).view(self._torch.uint8),
+                # Of one element the stride may be any, and a view as bytes wants 1.
+                tensor.as_strided((tensor.numel(),), (1,)).view(self._torch.uint8),
                 distributed.get_global_rank(self._group, rank),
                 self._group,
             )

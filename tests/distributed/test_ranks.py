@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tracemalloc
+import warnings
 
 import numpy as np
 import pytest
@@ -140,6 +141,33 @@ def test_decode_of_tensors(comm, group):
         out = context_parallel_decode(q[:, -2:], *keys, comm=group.group, **options)
         want = pyflash.flash_attention(q[:, -2:], k, v, causal=True, **options)
         torch.testing.assert_close(out, want)
+
+
+def test_terms_of_numpy_beside_tensors(comm, group):
+    """Whatever their strides are, and in types that torch does not know by NumPy's names."""
+    import ml_dtypes
+    import torch
+
+    x = [torch.from_numpy(x) for x in _arrays(8)]
+    slopes = np.array([0.5, 0.25, 0.125, 1.0], np.float32)[: x[0].shape[2]]
+    want = ring_attention(*x, comm=group.group, alibi_slopes=torch.from_numpy(slopes), sinks=slopes)
+    frozen = slopes.copy()
+    frozen.flags.writeable = False
+    for same in (slopes[::-1].copy()[::-1], frozen, slopes.astype(ml_dtypes.bfloat16)):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            out = ring_attention(*x, comm=group.group, alibi_slopes=same, sinks=same)
+        assert_same_bits(out.numpy(), want.numpy())
+    text = _error(comm, lambda: ring_attention(*x, comm=group.group, alibi_slopes=slopes.astype(">f4")))
+    assert text.startswith("alibi_slopes: ")
+
+
+def test_a_tensor_of_one_element_of_any_stride(comm, group):
+    import torch
+
+    x = torch.ones(1, 1, 1, 2)[..., ::2]
+    out = ring_attention(x, x, x, comm=group.group)
+    assert out.shape == x.shape and (out == 1).all()
 
 
 def test_arrays_that_a_group_cannot_send(comm, group):
