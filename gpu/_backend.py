@@ -122,6 +122,10 @@ class CudaBackend:
             raise unsupported(
                 "tile", repr(problem.tile), where, f"leave it out: its tiles have {plan.tile} keys"
             )
+        blocks = max((step.num_blocks for step in plan.steps), default=0)
+        if blocks > _plan.MAX_BLOCKS:
+            found = f"{problem.batch} sequences of {problem.num_heads} heads, {blocks} blocks of threads"
+            raise unsupported("q", found, "the cuda backend", f"at most {_plan.MAX_BLOCKS} can be launched")
         return plan
 
     def attention(self, args: AttentionArgs, *, again: Arrays | None = None) -> Repeat | None:

@@ -66,6 +66,14 @@ def test_scales_cuda(check, stored):
     check(quantised(call, stored, "tokens"))
 
 
+@pytest.mark.parametrize("stored", ["int8", "float8_e4m3fn", "float8_e5m2"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_scale_of_values_keeps_its_digits_cuda(check, stored, dtype):
+    """A row of one key is that key's values, however fine the type of the result is."""
+    call = one_query(1, kv_dtype="float32", dtype=dtype, out_dtype="float32")
+    check(quantised(call, stored, "tokens"))
+
+
 @pytest.mark.parametrize("seqlen_kv", [5, 33, 290])
 def test_latent_cache_cuda(check, seqlen_kv):
     """Values inside of keys, on the GPU, are not copied again."""

@@ -10,7 +10,8 @@ from emulator import Platform
 from oracle import assert_matches
 from oracle_terms import FLOAT8_VALUES
 
-from pyflash.gpu import _device
+import pyflash
+from pyflash.gpu import _device, _plan
 
 CUDA = [backend for backend in available() if backend.name == "cuda"]
 pytestmark = pytest.mark.skipif(not CUDA, reason="needs a GPU, or the emulator of one")
@@ -75,3 +76,11 @@ def test_bits_of_few_rows_where_shared_memory_is_short(monkeypatch):
     out, lse = run(call, backend)
     one = run(call.of(q=call.arrays["q"][:, :1]), backend)
     assert_same_bits(one, (out[:, :1], lse[..., :1]), "one query")
+
+
+def test_more_blocks_than_can_be_launched_are_refused(monkeypatch):
+    """A launch takes 2^31 - 1 blocks; what is beyond would be cut off, and results left unwritten."""
+    monkeypatch.setattr(_plan, "MAX_BLOCKS", 20)
+    call = dense(802, batch=7, seqlen_q=1, seqlen_kv=9, num_heads=3, head_dim=24, dtype="float64")
+    with pytest.raises(pyflash.UnsupportedError, match=r"q: 7 sequences of 3 heads, \d+ blocks of threads"):
+        run(call, CUDA[0])

@@ -159,8 +159,9 @@ PF_DEVICE void pf_weigh(const pf_call &call, const pf_sequence &s, const pf_stre
     }
 }
 
-/* Scales of values go into the weights, but for a power of two that keeps these within float16; scales of
- * keys that a row does not see have no part in it. `factor` is what sums are to be multiplied by. */
+/* Scales of values go into the weights, but for the largest, which is left for the sums, in float32: so
+ * weights stay within float16, and one scale for all keys does not touch them. Scales of keys that a row does
+ * not see have no part in it. `factor` is what sums are to be multiplied by. */
 PF_DEVICE void pf_scale_weights(const float *v_scale, float (&weight)[PF_KEY_BLOCKS][4],
                                 float (&factor)[PF_LANE_ROWS]) {
     const int t = threadIdx.x % 4;
@@ -181,15 +182,19 @@ PF_DEVICE void pf_scale_weights(const float *v_scale, float (&weight)[PF_KEY_BLO
                     most = fmaxf(most, fabsf(scale[block][c]));
         most = fmaxf(most, __shfl_xor_sync(PF_WARP_ALL, most, 1));
         most = fmaxf(most, __shfl_xor_sync(PF_WARP_ALL, most, 2));
-        const uint32_t power = pf_power_below(most);
-        const float inverse = __uint_as_float(0x7f000000u - power);
+        /* As far from the least numbers of float16 as can be. Where an inverse would not have all its digits
+         * a power of two does. */
+        constexpr float headroom = PF_MMA_BF16 ? 1.0f : 1.0f / (1 << 14);
+        const bool usual = most >= 1e-30f && most <= 1e36f;
+        const float largest = usual ? most * headroom : __uint_as_float(pf_power_below(most));
+        const float inverse = __frcp_rn(largest);
 #pragma unroll
         for (int block = 0; block < PF_KEY_BLOCKS; block++)
 #pragma unroll
             for (int c = 0; c < 2; c++)
                 /* In this order a weight of 0 stays 0 beside any scale that is a number. */
                 weight[block][2 * r + c] = weight[block][2 * r + c] * inverse * scale[block][c];
-        factor[r] = __uint_as_float(power);
+        factor[r] = largest;
     }
 }
 

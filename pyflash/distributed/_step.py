@@ -41,7 +41,7 @@ class Packed(NamedTuple):
     options: dict[str, Any]
 
 
-#: Bytes for each row of a rank, however many ranks there are, that a route may keep of the calls of its steps.
+#: Bytes for each row of a rank, however many ranks there are, that a route may keep of calls of its steps.
 _KEPT_BYTES = 256
 
 
