@@ -145,7 +145,8 @@ def agreed(
     """Return the ring of a call on which all ranks agree, or raise the first error of any. A collective."""
     key = None if call is None else _routes.key_of(call)
     before, route = _routes.recall(comm.rank, key)
-    mine, ring, failure = None, None, None
+    mine: dict[str, Any] | None = None
+    ring, failure = None, None
     if call is not None and route is not None and comm.mark() is not None:
         # What the ranks tell one another while kernels work costs nothing.
         ring, failure = _agreement.attempt(functools.partial(_begun, make, comm, call, route))

@@ -199,11 +199,11 @@ def _library(x: Any) -> str:
 
 def _alike(shards: Any, axis: int) -> list[Any]:
     """Return shards that are arrays of one library and, but for the tokens, of one shape."""
-    shards = _sequence("shards", shards)
-    if not shards:
+    found = _sequence("shards", shards)
+    if not found:
         raise invalid("shards", "none", "those of all ranks")
     first = None
-    for rank, x in enumerate(shards):
+    for rank, x in enumerate(found):
         name = f"shards[{rank}]"
         at = _axis(name, x, axis)
         shape = (*x.shape[:at], "tokens", *x.shape[at + 1 :])
@@ -211,7 +211,7 @@ def _alike(shards: Any, axis: int) -> list[Any]:
         if (_library(x), shape) != first:
             expected = f"an array of {first[0]} of shape {first[1]}, like shards[0]"
             raise invalid(name, f"one of {_library(x)} of shape {tuple(x.shape)}", expected)
-    return shards
+    return found
 
 
 def _layout(total: int, size: int, schedule: str, cu_seqlens: Any, lengths: Any) -> Layout:
