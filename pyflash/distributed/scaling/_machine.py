@@ -156,18 +156,19 @@ class Workload:
         return 4 * (self.head_dim + 1) * self.heads * self.batch
 
 
-#: An H200 in a cluster, for bfloat16 with heads of 128. Measured with this library on one of them, by itself:
-#: the kernel (causal, 16,384 tokens), copies, reading a cache. Nominal: links (NVLink 4, 400 Gbit/s a GPU).
-#: Assumed: merging as fast as copying, latencies, and that Python costs what it costs ranks of MPI, measured.
+#: An H200 in a cluster, for 16 bits with heads of 128. Measured with this library on two of them:
+#: the kernel (causal, 131,072 tokens, both at once), and what a step costs (benchmarks/results/ring/gpu);
+#: on one: copies, reading a cache. Nominal: links (NVLink 4, 400 Gbit/s a GPU). Assumed: merging as fast as
+#: copying, latencies, and that a decode call costs what it costs ranks of MPI, measured.
 H200 = Hardware(
-    flops=338e12,
+    flops=592e12,
     merge=4.2e12,
     copy=4.2e12,
     read=4.0e12,
     near=Link(450e9, 5e-6),
     far=Link(50e9, 15e-6),
     ranks_per_host=8,
-    step_seconds=8.5e-4,
+    step_seconds=7.4e-4,
     decode_seconds=1.65e-4,
 )
 
