@@ -25,7 +25,7 @@ before it is timed; all are timed in turn, in one run, beside what the machine c
 """
 EXAMPLES = """\
 examples:
-  pyflash bench                                a few calls in a minute or two
+  pyflash bench                                a few calls in some three minutes
   pyflash bench --list                         workloads, backends and peers by name
   pyflash bench 'decode-*' --backends c --peers torch --threads 2 --seconds 2
   pyflash bench over-n 'memory-over-n-*' --json run.json --plots plots
