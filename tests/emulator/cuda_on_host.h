@@ -106,6 +106,7 @@ void pf_emu_yield(void);
 void pf_emu_async(void *shared, const void *global, unsigned bytes, bool valid, const char *file, int line);
 void pf_emu_async_commit(void);
 void pf_emu_async_wait(unsigned groups_left);
+bool pf_emu_comes_at_once(void); /* what has been started, by chance */
 [[noreturn]] void pf_emu_fail(const char *file, int line, const char *format, ...);
 bool pf_emu_is_shared(const void *address, size_t bytes);
 

@@ -66,25 +66,67 @@ static inline void pf_copy_box(void *shared, const pf_tensor_map *map, int dim, 
     pf_emu_barrier_add(barrier, -(int64_t)(w[8] * 128), 0, file, line);
 }
 
-static inline void pf_store_box(const void *shared, const pf_tensor_map *map, int dim, int token, int head,
-                                int batch, PF_HERE) {
-    const uint64_t *w = map->words;
-    const unsigned char *from = (const unsigned char *)shared;
-    if (!pf_emu_is_shared(from, w[8] * 128) || (from - pf_emu_shared) % 1024)
-        pf_emu_fail(file, line, "a box that is not at a multiple of 1024 bytes of shared memory");
+/* Stores that a thread has started. They are done when it waits for them, or in random order also at once:
+ * what is written over before that, and what nobody waits for, shows in the result. */
+struct pf_emu_store {
+    const unsigned char *from;
+    const uint64_t *words;
+    int dim, token, head, batch;
+    unsigned thread, block;
+};
+
+static pf_emu_store pf_emu_stores[4096];
+static int pf_emu_num_stores;
+
+static inline void pf_emu_store_now(const pf_emu_store &s) {
+    const uint64_t *w = s.words;
     for (uint64_t row = 0; row < w[8]; row++)
         for (int element = 0; element < 64; element++)
-            if ((uint64_t)(dim + element) < w[1] && (uint64_t)token + row < w[2] && (uint64_t)head < w[3] &&
-                (uint64_t)batch < w[4])
+            if ((uint64_t)(s.dim + element) < w[1] && (uint64_t)s.token + row < w[2] &&
+                (uint64_t)s.head < w[3] && (uint64_t)s.batch < w[4])
                 __builtin_memcpy(
-                    (char *)w[0] + (dim + element) * 2 + ((uint64_t)token + row) * w[5] +
-                        (uint64_t)head * w[6] + (uint64_t)batch * w[7],
-                    from + row * 128 + ((uint64_t)(element / 8) ^ row % 8) * 16 + element % 8 * 2, 2);
+                    (char *)w[0] + (s.dim + element) * 2 + ((uint64_t)s.token + row) * w[5] +
+                        (uint64_t)s.head * w[6] + (uint64_t)s.batch * w[7],
+                    s.from + row * 128 + ((uint64_t)(element / 8) ^ row % 8) * 16 + element % 8 * 2, 2);
+}
+
+/* Those of a thread are done, or those of a whole block forgotten, which is what a failed launch has left. */
+static inline void pf_emu_end_stores(bool forgotten) {
+    int kept = 0;
+    for (int i = 0; i < pf_emu_num_stores; i++) {
+        const pf_emu_store one = pf_emu_stores[i];
+        if (one.block != blockIdx.x || (!forgotten && one.thread != threadIdx.x))
+            pf_emu_stores[kept++] = one;
+        else if (!forgotten)
+            pf_emu_store_now(one);
+    }
+    pf_emu_num_stores = kept;
+}
+
+static inline void pf_store_box(const void *shared, const pf_tensor_map *map, int dim, int token, int head,
+                                int batch, PF_HERE) {
+    const unsigned char *from = (const unsigned char *)shared;
+    if (!pf_emu_is_shared(from, map->words[8] * 128) || (from - pf_emu_shared) % 1024)
+        pf_emu_fail(file, line, "a box that is not at a multiple of 1024 bytes of shared memory");
+    if (pf_emu_num_stores == sizeof(pf_emu_stores) / sizeof(*pf_emu_stores))
+        pf_emu_fail(file, line, "too many stores under way for the emulator");
+    const pf_emu_store one = {from, map->words, dim, token, head, batch, threadIdx.x, blockIdx.x};
+    if (pf_emu_comes_at_once())
+        pf_emu_store_now(one);
+    else
+        pf_emu_stores[pf_emu_num_stores++] = one;
 }
 
 static inline void pf_stores_commit() {}
-static inline void pf_stores_read() {}
-static inline void pf_stores_done() {}
+
+static inline void pf_stores_read() {
+    pf_emu_end_stores(false);
+}
+
+static inline void pf_stores_done() {
+    pf_emu_end_stores(false);
+}
+
 static inline void pf_fetch_map(const pf_tensor_map *) {}
 
 static inline void pf_cp_async_arrive(uint64_t *barrier, PF_HERE) {

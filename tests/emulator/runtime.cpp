@@ -631,6 +631,10 @@ static void land(const copy &one) {
         memset(one.shared, 0, one.bytes);
 }
 
+bool pf_emu_comes_at_once(void) {
+    return shuffled && random_number() % 2; /* which shows what is still in use there */
+}
+
 void pf_emu_async(void *shared, const void *global, unsigned bytes, bool valid, const char *file, int line) {
     if ((uintptr_t)shared % bytes || !pf_emu_is_shared(shared, bytes))
         pf_emu_fail(file, line, "asynchronous copy to %p: not %u aligned bytes of shared memory", shared,
@@ -638,8 +642,8 @@ void pf_emu_async(void *shared, const void *global, unsigned bytes, bool valid, 
     if (valid && (uintptr_t)global % bytes)
         pf_emu_fail(file, line, "asynchronous copy of %u bytes from %p, which is not aligned", bytes, global);
     const copy one = {shared, global, bytes, current().group, valid};
-    if (shuffled && random_number() % 2)
-        land(one); /* or as early as can be, which shows what is still in use there */
+    if (pf_emu_comes_at_once())
+        land(one);
     else
         current().copies.push_back(one);
 }
