@@ -24,10 +24,8 @@ RATE = 2.5e6
 _SPILLS = 1024
 #: What a block of rows is, in bytes.
 _BLOCK_BYTES = 384
-
-
 #: Rows of a warp, which are written together.
-WARP_ROWS = 16
+_WARP_ROWS = 16
 
 
 class Tiles(NamedTuple):
@@ -172,7 +170,7 @@ def prefill_step(problem: Problem) -> Step:
     blocks = _splits.Blocks(tiles.rows, tiles.tile, 1, RATE, _forward_mma.is_packed(problem))
     step = _forward_mma.step_of(problem, source, blocks, tiles.threads, shared)
     step = step._replace(
-        box_rows=(tiles.tile if problem.mapped else 0, WARP_ROWS if _is_stored(problem) else 0)
+        box_rows=(tiles.tile if problem.mapped else 0, _WARP_ROWS if _is_stored(problem) else 0)
     )
     if tiles.query_stages == 1 or (problem.spans and problem.max_seqlen_kv >= _LONG_BLOCKS):
         return step

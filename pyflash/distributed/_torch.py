@@ -24,7 +24,7 @@ _TERMS = ("alibi_slopes", "sinks")
 
 @functools.cache
 def _side_stream(device: int) -> Any:
-    """Return a GPU's stream for what has nothing to do with the caller's work."""
+    """Return a GPU's stream for what does not wait for all of the caller's work."""
     return sys.modules["torch"].cuda.Stream(device)
 
 
