@@ -64,13 +64,6 @@ ALLOWED = [
     Allowed(
         r"avx2",
         r"f32_decode_block",
-        r"vfmadd231ps \S*\(%r\w+,%r\w+,4\),%ymm",
-        "Four float32 keys by two rows: GCC 12 keeps a copy of a key that nothing in the loop reads.",
-        most=1,
-    ),
-    Allowed(
-        r"avx2",
-        r"f32_decode_block",
         r"(?s)vpand .*vcvtph2ps",
         "Four keys of float8_e4m3fn by two rows: masks of the conversion do not fit beside eight sums.",
         most=6,

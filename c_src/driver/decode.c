@@ -20,6 +20,7 @@ typedef struct pf_scratch {
     void *k_copies; /* [tile][q_stride], for keys without unit stride */
     void *v_copies; /* [tile][o_stride] */
     const void **k_rows, **v_rows;
+    const void **k_next, **v_next; /* of the tile that follows */
     const void **scale_rows;
     void *k_scales, *v_scales; /* [tile] */
     void *zeros;               /* a row of values, all bytes 0 */
@@ -80,8 +81,9 @@ static int64_t carve(const pf_context *context, char *base, pf_scratch *s) {
     const int64_t num_copies = copies_keys(call, 1.0) ? tile : pf_min(tile, RETRY_TILE_KEYS);
     s->k_copies = pf_carve(&at, num_copies * s->q_stride * e);
     s->v_copies = pf_carve(&at, num_copies * s->o_stride * e);
-    s->k_rows = pf_carve(&at, (tile + PF_ROWS_AHEAD) * (int64_t)sizeof(void *));
-    s->v_rows = pf_carve(&at, (tile + PF_ROWS_AHEAD) * (int64_t)sizeof(void *));
+    const void ***const pointers[] = {&s->k_rows, &s->v_rows, &s->k_next, &s->v_next};
+    for (int i = 0; i < 4; i++)
+        *pointers[i] = pf_carve(&at, tile * (int64_t)sizeof(void *));
     s->scale_rows = pf_carve(&at, num_scales * (int64_t)sizeof(void *));
     s->k_scales = pf_carve(&at, num_scales * e);
     s->v_scales = pf_carve(&at, num_scales * e);
@@ -135,19 +137,15 @@ static void load_queries(const pf_scratch *s, const pf_item *item) {
     }
 }
 
-/* Pointers to keys [lo, hi), at unit stride: where they lie, or gathered. Returns how many of the
- * keys behind, up to `end`, have pointers too. */
-static int64_t fetch_rows(const pf_scratch *s, const pf_item *item, int64_t kv_head, const pf_tensor *t,
-                          const pf_tensor *scale, int64_t lo, int64_t hi, int64_t end, int64_t width,
-                          double factor, void *copies, int64_t copy_stride, const void **rows) {
+/* Pointers to keys [lo, hi), at unit stride: where they lie, or gathered. */
+static void fetch_rows(const pf_scratch *s, const pf_item *item, int64_t kv_head, const pf_tensor *t,
+                       const pf_tensor *scale, int64_t lo, int64_t hi, int64_t width, double factor,
+                       void *copies, int64_t copy_stride, const void **rows) {
     const pf_context *context = item->context;
-    if (!copies_keys(context->call, item->value_factor)) {
-        const int64_t ahead = pf_min(end - hi, PF_ROWS_AHEAD);
-        pf_key_rows(context->call, t, item->sequence, kv_head, lo, hi + ahead, rows);
-        return ahead;
-    }
-    const int scaled = scales_rows(context->call) && scale->data;
     pf_key_rows(context->call, t, item->sequence, kv_head, lo, hi, rows);
+    if (!copies_keys(context->call, item->value_factor))
+        return;
+    const int scaled = scales_rows(context->call) && scale->data;
     if (scaled)
         pf_key_rows(context->call, scale, item->sequence, kv_head, lo, hi, s->scale_rows);
     for (int64_t j = 0; j < hi - lo; j++) {
@@ -158,7 +156,6 @@ static int64_t fetch_rows(const pf_scratch *s, const pf_item *item, int64_t kv_h
             context->kernels->state_scale(copy, width, whole);
         rows[j] = copy;
     }
-    return 0;
 }
 
 /* Scales of keys that kernels apply, as reals in a row; null where there are none. */
@@ -210,21 +207,22 @@ static int fetch_terms(const pf_scratch *s, const pf_item *item, int64_t kv_head
     return 1;
 }
 
-/* One tile, whose key 0 is key `lo`, of one head; keys up to `end` will follow. */
+/* One tile, whose key 0 is key `lo`, of one head; num_next keys will follow. */
 static void run_head(const pf_scratch *s, const pf_item *item, pf_state state, pf_span present, int64_t lo,
-                     int64_t end, int32_t head, pf_decode_block *block) {
+                     int64_t num_next, int32_t head, pf_decode_block *block) {
     const pf_context *context = item->context;
     const pf_attention_call *call = context->call;
     const int64_t kv_head = item->kv_head + head, first = head * item->num_rows, e = context->elem_bytes;
     pf_terms terms;
     if (!fetch_terms(s, item, kv_head, present, lo, &terms, block))
         return;
-    const int64_t k_ahead = fetch_rows(s, item, kv_head, &call->k, &call->k_scale, present.lo, present.hi,
-                                       end, call->head_dim, 1.0, s->k_copies, s->q_stride, s->k_rows);
-    const int64_t v_ahead =
-        fetch_rows(s, item, kv_head, &call->v, &call->v_scale, present.lo, present.hi, end, call->head_dim_v,
-                   item->value_factor, s->v_copies, s->o_stride, s->v_rows);
-    block->num_ahead = (int32_t)pf_min(k_ahead, v_ahead);
+    fetch_rows(s, item, kv_head, &call->k, &call->k_scale, present.lo, present.hi, call->head_dim, 1.0,
+               s->k_copies, s->q_stride, s->k_rows);
+    fetch_rows(s, item, kv_head, &call->v, &call->v_scale, present.lo, present.hi, call->head_dim_v,
+               item->value_factor, s->v_copies, s->o_stride, s->v_rows);
+    block->num_next = (int32_t)num_next;
+    pf_key_rows(call, &call->k, item->sequence, kv_head, present.hi, present.hi + num_next, s->k_next);
+    pf_key_rows(call, &call->v, item->sequence, kv_head, present.hi, present.hi + num_next, s->v_next);
     block->k_scale = fetch_scales(s, item, kv_head, &call->k_scale, present, s->k_scales);
     block->v_scale = fetch_scales(s, item, kv_head, &call->v_scale, present, s->v_scales);
     block->q = (char *)s->queries + first * s->q_stride * e;
@@ -265,7 +263,7 @@ static void run_side(const pf_scratch *s, const pf_item *item, pf_state state, p
             block->hi = s->hi;
         }
         for (int32_t head = 0; head < item->num_heads; head++)
-            run_head(s, item, state, present, lo, end, head, block);
+            run_head(s, item, state, present, lo, pf_min(tile, end - present.hi), head, block);
     }
 }
 
@@ -278,6 +276,8 @@ static void run_split(const pf_scratch *s, const pf_item *item, int64_t split, p
     context->kernels->state_reset(state.m, state.l, all_rows(item), state.o, all_rows(item) * s->o_stride);
     pf_decode_block block = {.k_rows = s->k_rows,
                              .v_rows = s->v_rows,
+                             .k_next = s->k_next,
+                             .v_next = s->v_next,
                              .scores = s->scores,
                              .alpha = s->alpha,
                              .q_stride = s->q_stride,

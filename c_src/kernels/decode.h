@@ -1,11 +1,24 @@
 /* Tile kernel for few query rows. The head dimension lies along the lanes; each row of K and V is
- * read once from memory, widened in registers and used for up to four query rows before the next
- * is touched. Rows are fetched a fixed distance ahead, because the hardware's prefetcher loses the
- * stream between two rows. Included once per element type; the stored type is a constant. */
+ * widened in registers and used for up to four query rows before the next is touched. Included once per
+ * element type; the stored type is a constant.
+ *
+ * While it works on one tile it fetches the next, since the hardware's prefetcher loses the stream between
+ * two rows: keys while there are scores to compute, values later, so that memory is never idle. They go to
+ * the second cache: the first one has too few places for lines on their way to keep memory busy, and no room
+ * for a tile. */
 
-PF_INLINE void V(prefetch_row)(const void *row, int64_t num_bytes) {
-    for (int64_t b = 0; b < num_bytes; b += 64)
-        __builtin_prefetch((const char *)row + b, 0, 3);
+/* Rows still to be fetched. */
+typedef struct V(fetches) {
+    const void *const *row, *const *end;
+    int64_t num_bytes;
+} V(fetches);
+
+PF_INLINE void V(fetch_row)(V(fetches) * f) {
+    if (f->row == f->end)
+        return;
+    for (int64_t b = 0; b < f->num_bytes; b += 64)
+        __builtin_prefetch((const char *)*f->row + b, 0, 2);
+    f->row++;
 }
 
 /* Sums that stay in registers beside what is loaded. */
@@ -34,7 +47,8 @@ PF_INLINE void V(dot_rows)(const int num_keys, const int num_rows, const int32_t
             keys[k] = V(load_as)(rows[k], d, dtype);
         PF_UNROLL
         for (int r = 0; r < num_rows; r++) {
-            const V(vec) x = V(load)(q + r * q_stride + d);
+            V(vec) x = V(load)(q + r * q_stride + d);
+            PF_IN_REGISTER(x);
             PF_UNROLL
             for (int k = 0; k < num_keys; k++)
                 sums[k][r] = V(fma)(keys[k], x, sums[k][r]);
@@ -68,28 +82,31 @@ PF_INLINE void V(score_four)(const int num_rows, const int32_t dtype, const void
         V(reduce_pairs)(scores + r * scores_stride, pairs[r], V(add_pairs)(sums[2][r], sums[3][r]));
 }
 
-/* Scores of all keys, in steps of four: behind the last key they become rubbish. */
-PF_INLINE void V(score_block)(const int num_rows, const int32_t dtype, const pf_decode_block *block,
-                              int64_t row) {
-    const V(elem) *q = (const V(elem) *)block->q + row * block->q_stride;
-    V(elem) *scores = (V(elem) *)block->scores + row * block->scores_stride + block->key_lo;
+/* Scores of all keys, in steps of four: behind the last key they become rubbish. Four keys stay in the first
+ * cache for all rows. */
+PF_INLINE void V(score_block)(const int32_t dtype, const pf_decode_block *block) {
     const int64_t q_stride = block->q_stride, stride = block->scores_stride, head_dim = block->head_dim;
-    const int num_keys = block->key_hi - block->key_lo, num_fetched = num_keys + block->num_ahead;
-    const int64_t row_bytes = pf_row_bytes(dtype, head_dim),
-                  value_bytes = pf_row_bytes(dtype, block->head_dim_v);
-    const void *const *k_rows = block->k_rows, *const *v_rows = block->v_rows;
+    const int num_rows = block->num_rows, num_keys = block->key_hi - block->key_lo;
+    V(fetches) fetches = {block->k_next, block->k_next + block->num_next, pf_row_bytes(dtype, head_dim)};
+    const int at_a_step = (int)pf_ceil_div(block->num_next, pf_ceil_div(num_keys, 4));
     for (int key = 0; key < num_keys; key += 4) {
+        const V(elem) *q = block->q;
+        V(elem) *scores = (V(elem) *)block->scores + block->key_lo + key;
         const void *rows[4];
         PF_UNROLL
-        for (int k = 0; k < 4; k++) {
-            const int present = key + k < num_keys ? key + k : num_keys - 1;
-            rows[k] = k_rows[present];
-            if (row == 0 && key + k + PF_ROWS_AHEAD < num_fetched)
-                V(prefetch_row)(k_rows[key + k + PF_ROWS_AHEAD], row_bytes);
-            if (row == 0)
-                V(prefetch_row)(v_rows[present], value_bytes);
+        for (int k = 0; k < 4; k++)
+            rows[k] = block->k_rows[key + k < num_keys ? key + k : num_keys - 1];
+        for (int i = 0; i < at_a_step; i++)
+            V(fetch_row)(&fetches);
+        int row = 0;
+        for (; row + 4 <= num_rows; row += 4, q += 4 * q_stride, scores += 4 * stride)
+            V(score_four)(4, dtype, rows, q, q_stride, head_dim, scores, stride);
+        if (row + 2 <= num_rows) {
+            V(score_four)(2, dtype, rows, q, q_stride, head_dim, scores, stride);
+            row += 2, q += 2 * q_stride, scores += 2 * stride;
         }
-        V(score_four)(num_rows, dtype, rows, q, q_stride, head_dim, scores + key, stride);
+        if (row < num_rows)
+            V(score_four)(1, dtype, rows, q, q_stride, head_dim, scores, stride);
     }
 }
 
@@ -161,9 +178,10 @@ static void V(decode_weights)(const pf_decode_block *block) {
 enum { V(VALUE_VECTORS) = V(NUM_SUMS) / 4 };
 
 /* The block's weighted values in some columns, summed from zero and then joined to the outputs, so that no
- * sum is a chain over all keys. The rows of values have been fetched while the scores were computed. */
+ * sum is a chain over all keys. One of the rows to fetch goes with `keys_a_fetch` keys. */
 PF_INLINE void V(value_columns_of)(const int num_rows, const int num_vectors, const int32_t dtype,
-                                   const pf_decode_block *block, int64_t row, int64_t column) {
+                                   const pf_decode_block *block, int64_t row, int64_t column,
+                                   int64_t keys_a_fetch, V(fetches) * fetches) {
     const int64_t stride = block->scores_stride, o_stride = block->o_stride;
     const V(elem) *weights = (const V(elem) *)block->scores + row * stride + block->key_lo;
     const int64_t left = block->head_dim_v - column, num_keys = block->key_hi - block->key_lo;
@@ -174,8 +192,12 @@ PF_INLINE void V(value_columns_of)(const int num_rows, const int num_vectors, co
         for (int w = 0; w < num_vectors; w++)
             sums[r][w] = V(zero)();
     }
-    for (int64_t key = 0; key < num_keys; key++) {
+    for (int64_t key = 0, at = 0; key < num_keys; key++) {
         const void *value = block->v_rows[key];
+        if (key == at) {
+            V(fetch_row)(fetches);
+            at += keys_a_fetch;
+        }
         V(vec) x[4];
         PF_UNROLL
         for (int w = 0; w < num_vectors; w++)
@@ -199,33 +221,35 @@ PF_INLINE void V(value_columns_of)(const int num_rows, const int num_vectors, co
     }
 }
 
-PF_INLINE void V(value_block)(const int num_rows, const int32_t dtype, const pf_decode_block *block,
-                              int64_t row) {
+/* Some columns for all rows, between which their lines stay in the first cache. */
+PF_INLINE void V(value_rows)(const int num_vectors, const int32_t dtype, const pf_decode_block *block,
+                             int64_t column, int64_t keys_a_fetch, V(fetches) * fetches) {
+    int64_t row = 0;
+    for (; row + 4 <= block->num_rows; row += 4)
+        V(value_columns_of)(4, num_vectors, dtype, block, row, column, keys_a_fetch, fetches);
+    if (row + 2 <= block->num_rows) {
+        V(value_columns_of)(2, num_vectors, dtype, block, row, column, keys_a_fetch, fetches);
+        row += 2;
+    }
+    if (row < block->num_rows)
+        V(value_columns_of)(1, num_vectors, dtype, block, row, column, keys_a_fetch, fetches);
+}
+
+PF_INLINE void V(value_block)(const int32_t dtype, const pf_decode_block *block) {
+    const int64_t width = V(VALUE_VECTORS) * V(LANES), head_dim_v = block->head_dim_v;
+    V(fetches) fetches = {block->v_next, block->v_next + block->num_next, pf_row_bytes(dtype, head_dim_v)};
+    const int64_t passes = pf_ceil_div(block->num_rows, 4) * pf_ceil_div(head_dim_v, width);
+    const int64_t steps = passes * (block->key_hi - block->key_lo);
+    const int64_t keys_a_fetch = pf_max(1, steps / pf_max(1, block->num_next));
     int64_t column = 0;
-    for (; column + V(VALUE_VECTORS) * V(LANES) <= block->head_dim_v; column += V(VALUE_VECTORS) * V(LANES))
-        V(value_columns_of)(num_rows, V(VALUE_VECTORS), dtype, block, row, column);
-    for (; column < block->head_dim_v; column += V(LANES))
-        V(value_columns_of)(num_rows, 1, dtype, block, row, column);
+    for (; column + width <= head_dim_v; column += width)
+        V(value_rows)(V(VALUE_VECTORS), dtype, block, column, keys_a_fetch, &fetches);
+    for (; column < head_dim_v; column += V(LANES))
+        V(value_rows)(1, dtype, block, column, keys_a_fetch, &fetches);
 }
 
 PF_INLINE void V(decode_body)(const int32_t dtype, const pf_decode_block *block) {
-    const int32_t n = block->num_rows;
-    int32_t row = 0;
-    for (; row + 4 <= n; row += 4)
-        V(score_block)(4, dtype, block, row);
-    if (row + 2 <= n) {
-        V(score_block)(2, dtype, block, row);
-        row += 2;
-    }
-    if (row < n)
-        V(score_block)(1, dtype, block, row);
+    V(score_block)(dtype, block);
     V(decode_weights)(block);
-    for (row = 0; row + 4 <= n; row += 4)
-        V(value_block)(4, dtype, block, row);
-    if (row + 2 <= n) {
-        V(value_block)(2, dtype, block, row);
-        row += 2;
-    }
-    if (row < n)
-        V(value_block)(1, dtype, block, row);
+    V(value_block)(dtype, block);
 }

@@ -19,4 +19,9 @@
 #define PF_UNROLL_4 _Pragma("GCC unroll 4")
 #endif
 
+/* What is used several times is read once: gcc would rather read it as an operand of each use. */
+#ifndef PF_IN_REGISTER
+#define PF_IN_REGISTER(x) (void)(x)
+#endif
+
 #endif

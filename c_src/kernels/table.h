@@ -51,6 +51,9 @@ typedef struct pf_decode_block {
     const void *q;             /* real [num_rows][q_stride], zero behind head_dim */
     const void *const *k_rows; /* pointers to the keys from key_lo on, as stored, unit stride */
     const void *const *v_rows;
+    /* Rows that will be needed next, in the order of their addresses: the kernel fetches them, evenly over
+     * its work, into the second cache. */
+    const void *const *k_next, *const *v_next;
     const int32_t *lo, *hi;        /* [num_rows]: visible keys of each row; null: all that are present */
     void *scores;                  /* real [num_rows][scores_stride], scratch */
     void *m, *l;                   /* real [num_rows] */
@@ -62,7 +65,7 @@ typedef struct pf_decode_block {
     int64_t head_dim, head_dim_v;
     double scale_log2;
     int32_t key_lo, key_hi;
-    int32_t num_ahead; /* row pointers that are valid behind key_hi, to prefetch */
+    int32_t num_next;
     int32_t num_rows;
     int32_t dtype;
 } pf_decode_block;
@@ -156,9 +159,6 @@ typedef struct pf_kernel_table {
 /* How many rows ahead of the one in use the prefill kernel fetches values into the first cache: rows a
  * power of two apart share few sets of it, and are gone again before their next columns are needed. */
 enum { PF_VALUES_AHEAD = 8 };
-
-/* How many rows ahead of the one in use the decode kernel fetches: 8 KiB of float32 at head_dim 128. */
-enum { PF_ROWS_AHEAD = 16 };
 
 /* One table per row of isa.def that fits the target. */
 #define PF_ISA(name, arch, flags) extern const pf_kernel_table pf_kernels_##name;

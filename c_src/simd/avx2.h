@@ -17,6 +17,7 @@
 #define f64_MICRO_ROWS 4
 #define f64_LOADED_VECTORS f64_PANEL_VECTORS
 #define f64_NUMBERS 1
+#define PF_IN_REGISTER(x) __asm__("" : "+x"(x)) /* see kernels/real.h */
 
 typedef float f32_elem;
 typedef __m256 f32_vec;
