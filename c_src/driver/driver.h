@@ -21,9 +21,9 @@ typedef struct pf_context {
     int64_t elem_bytes;
     int32_t compute_dtype;
     int64_t decode_scratch_bytes; /* the rest of a thread's scratch is for prefill */
-    int64_t *prefill_start;       /* (batch + 1,): first work item of each sequence */
+    int64_t *prefill_start;       /* (batch + 1,): first panel of each sequence, head by head */
     int64_t *decode_start;        /* (batch + 1,): first unit (one split of one item) of each sequence */
-    int64_t next_prefill_item;
+    int64_t next_prefill_panel;
 } pf_context;
 
 enum { PF_ALIGNMENT = 64 };

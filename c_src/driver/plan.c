@@ -101,15 +101,15 @@ static pf_survey survey(const pf_attention_call *call, pf_plan *plan) {
 
 void pf_fill_starts(pf_context *context) {
     const pf_attention_call *call = context->call;
-    int64_t items = 0, units = 0;
+    int64_t panels = 0, units = 0;
     for (int64_t b = 0; b < call->batch; b++) {
         const pf_sequence s = pf_get_sequence(call, b);
-        context->prefill_start[b] = items;
+        context->prefill_start[b] = panels;
         context->decode_start[b] = units;
-        items += prefill_items(call, &s, context->plan.block_rows);
+        panels += prefill_items(call, &s, context->plan.panel_rows);
         units += decode_units(call, &s, context->decode_heads);
     }
-    context->prefill_start[call->batch] = items;
+    context->prefill_start[call->batch] = panels;
     context->decode_start[call->batch] = units;
 }
 
@@ -117,7 +117,7 @@ void pf_make_context(pf_context *context, const pf_attention_call *call) {
     pf_plan *plan = &context->plan;
     const pf_real_kernels *kernels = context->kernels;
     context->call = call;
-    context->next_prefill_item = 0;
+    context->next_prefill_panel = 0;
     pf_make_terms(context);
     *plan = (pf_plan){.num_splits = 1,
                       .matrix = context->matrix != 0,

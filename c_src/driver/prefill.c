@@ -184,22 +184,45 @@ static void run_rows(const pf_context *context, const pf_scratch *s, const pf_bl
     finish_block(context, s, block, pf_tree_close(&tree));
 }
 
-void pf_prefill_run(pf_context *context, char *base) {
+/* Query rows that a thread takes at a time: many, so that what is fetched and converted serves long, and
+ * fewer towards the end, so that all threads end together, however fast each of them is. */
+typedef struct pf_share {
+    pf_sequence sequence;
+    int64_t kv_head, first, num_rows;
+} pf_share;
+
+enum { FEWEST_PANELS = 4 };
+
+/* Heads one after the other, so that neighbours in time read the same keys; inside a head the last rows
+ * first, which see the most keys under a causal mask. Nothing left: 0. */
+static int take_share(pf_context *context, pf_share *share) {
     const pf_attention_call *call = context->call;
+    const int64_t panel_rows = context->plan.panel_rows, end = context->prefill_start[call->batch];
+    int64_t panel = __atomic_load_n(&context->next_prefill_panel, __ATOMIC_RELAXED), taken;
+    do {
+        if (panel == end)
+            return 0;
+        const int64_t b = pf_find_sequence(context->prefill_start, call->batch, panel);
+        share->sequence = pf_get_sequence(call, b);
+        const int64_t num_rows = share->sequence.num_rows, num_panels = pf_ceil_div(num_rows, panel_rows);
+        const int64_t inside = panel - context->prefill_start[b], left = num_panels - inside % num_panels;
+        const int64_t fair = (end - panel) / (2 * (int64_t)context->plan.num_threads);
+        taken = pf_min(left, pf_min(context->plan.block_rows / panel_rows, pf_max(fair, FEWEST_PANELS)));
+        share->kv_head = inside / num_panels;
+        share->first = (left - taken) * panel_rows;
+        share->num_rows = pf_min(left * panel_rows, num_rows) - share->first;
+    } while (!__atomic_compare_exchange_n(&context->next_prefill_panel, &panel, panel + taken, 1,
+                                          __ATOMIC_RELAXED, __ATOMIC_RELAXED));
+    return 1;
+}
+
+void pf_prefill_run(pf_context *context, char *base) {
     pf_scratch scratch;
     carve(context, base, &scratch);
-    int64_t item;
-    while ((item = pf_take_next(&context->next_prefill_item)) < context->plan.num_prefill_items) {
-        const int64_t b = pf_find_sequence(context->prefill_start, call->batch, item);
-        const pf_sequence sequence = pf_get_sequence(call, b);
-        const int64_t num_blocks = pf_ceil_div(sequence.num_rows, context->plan.block_rows);
-        item -= context->prefill_start[b];
-        /* Head by head, so that neighbours in time read the same keys; inside a head the last rows
-         * first, which see the most keys under a causal mask. */
-        const int64_t kv_head = item / num_blocks,
-                      first = (num_blocks - 1 - item % num_blocks) * context->plan.block_rows;
-        const int64_t num_rows = pf_min(context->plan.block_rows, sequence.num_rows - first);
-        const pf_block block = pf_make_block(context, &sequence, kv_head, first, num_rows, 1.0);
+    pf_share share;
+    while (take_share(context, &share)) {
+        const pf_block block =
+            pf_make_block(context, &share.sequence, share.kv_head, share.first, share.num_rows, 1.0);
         run_rows(context, &scratch, &block);
     }
 }

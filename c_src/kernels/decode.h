@@ -48,7 +48,8 @@ PF_INLINE void V(dot_rows)(const int num_keys, const int num_rows, const int32_t
         PF_UNROLL
         for (int r = 0; r < num_rows; r++) {
             V(vec) x = V(load)(q + r * q_stride + d);
-            PF_IN_REGISTER(x);
+            if (num_keys == 2) /* with four, registers are few */
+                PF_IN_REGISTER(x);
             PF_UNROLL
             for (int k = 0; k < num_keys; k++)
                 sums[k][r] = V(fma)(keys[k], x, sums[k][r]);
