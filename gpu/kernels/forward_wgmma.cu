@@ -160,8 +160,9 @@ struct pf_redo {
 
 /* The place of the block that has ended may be used again. */
 PF_DEVICE void pf_free_block(pf_pipe &pipe, const pf_redo &redo) {
-    if (PF_STORED && redo.stage >= 0 && threadIdx.x % 32 == 0) {
-        pf_stores_read();
+    if (PF_STORED && redo.stage >= 0) {
+        if (threadIdx.x % 32 == 0)
+            pf_stores_read();
         pf_barrier_arrive(&pipe.blocks_empty[redo.stage]);
     }
 }
@@ -225,9 +226,8 @@ PF_DEVICE void pf_end_block(const pf_call &call, const pf_tensor_map *map, const
         else
             pf_write_rows(call, block, redo.first, staged);
     });
-    __syncwarp();
     if (!PF_STORED)
-        pf_used(&pipe.blocks_empty[stage]);
+        pf_barrier_arrive(&pipe.blocks_empty[stage]);
 }
 
 /* Not while products are under way: ptxas would do all of them one by one for a function that is called. */

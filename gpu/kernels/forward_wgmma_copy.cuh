@@ -40,9 +40,9 @@ PF_DEVICE void pf_prepare(pf_pipe &pipe) {
     if (threadIdx.x != 0)
         return;
     for (int i = 0; i < PF_QUERY_STAGES; i++) {
-        pf_barrier_init(&pipe.blocks_found[i], 1);
+        pf_barrier_init(&pipe.blocks_found[i], 32);
         pf_barrier_init(&pipe.blocks_ready[i], 2 * 32); /* queries have come, rows have been looked at */
-        pf_barrier_init(&pipe.blocks_empty[i], PF_WARPS + 3);
+        pf_barrier_init(&pipe.blocks_empty[i], (PF_WARPS + 3) * 32);
     }
     for (int i = 0; i < PF_STAGES; i++) {
         pf_barrier_init(&pipe.keys_full[i], 32);
@@ -249,7 +249,7 @@ PF_DEVICE void pf_find_blocks(const pf_call &call, unsigned char *shared, pf_pip
         pf_barrier_wait(&pipe.blocks_empty[ring.stage], ring.parity);
         pf_place_block(pipe, block);
         found = block.num_rows > 0;
-        pf_used(&pipe.blocks_found[ring.stage]);
+        pf_barrier_arrive(&pipe.blocks_found[ring.stage]);
         if (found)
             pf_copy_query_rows(call, block, shared + ring.stage * PF_Q_BYTES);
         pf_cp_async_arrive(&pipe.blocks_ready[ring.stage]);
@@ -270,8 +270,7 @@ PF_DEVICE void pf_look_at_blocks(const pf_call &call, unsigned char *shared, pf_
         if (block.num_rows > 0)
             pf_look_at_rows(call, block, shared + ring.stage * PF_ASIDE_BYTES);
         pf_barrier_arrive(&pipe.blocks_ready[ring.stage]);
-        __syncwarp();
-        pf_used(&pipe.blocks_empty[ring.stage]);
+        pf_barrier_arrive(&pipe.blocks_empty[ring.stage]);
     }
 }
 
@@ -350,8 +349,7 @@ PF_DEVICE void pf_copy_stream(const pf_call &call, const pf_tensor &t, const pf_
         }
         if (PF_QUERY_STAGES == 1)
             break;
-        __syncwarp();
-        pf_used(&pipe.blocks_empty[blocks.stage]);
+        pf_barrier_arrive(&pipe.blocks_empty[blocks.stage]);
     }
 }
 
