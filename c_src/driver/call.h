@@ -133,6 +133,21 @@ static inline void *pf_row_of(const pf_tensor *t, const pf_sequence *s, int64_t 
     return (char *)t->data + offset * pf_dtype_size(t->dtype);
 }
 
+/* The same of rows [first, first + num_rows), without a division for each. */
+static inline void pf_rows_of(const pf_tensor *t, const pf_sequence *s, int64_t kv_head, int64_t first,
+                              int64_t num_rows, const void **rows) {
+    const int64_t size = pf_dtype_size(t->dtype), next_head = t->stride_head * size;
+    const int64_t next_query = t->stride_token * size - (s->group - 1) * next_head;
+    int64_t head = first - pf_quotient(first, s->group) * s->group, offset = 0;
+    const char *base = pf_row_of(t, s, kv_head, first);
+    for (int64_t r = 0; r < num_rows; r++) {
+        const int last = ++head == s->group;
+        rows[r] = base + offset;
+        head = last ? 0 : head;
+        offset += last ? next_query : next_head;
+    }
+}
+
 /* A float of a caller's array, which need not be aligned. */
 static inline float pf_float_at(const void *place) {
     float x;

@@ -113,6 +113,10 @@ void pf_replace_hidden(const pf_context *context, const char *added, int64_t num
 double pf_output_scale(const pf_context *context, const pf_sequence *sequence, int64_t kv_head, int64_t row,
                        double m, double l, double value_factor);
 
+/* finish.c: the same for rows [first, first + num_rows), whose m, l and factors are of the compute type. */
+void pf_output_scales(const pf_context *context, const pf_sequence *sequence, int64_t kv_head, int64_t first,
+                      int64_t num_rows, const void *m, const void *l, double value_factor, void *factors);
+
 /* finish.c: one finished row to out and lse; its values were multiplied by value_factor. Returns
  * whether the outputs are finite. */
 int pf_finish_row(const pf_context *context, const pf_sequence *sequence, int64_t kv_head, int64_t row,

@@ -21,6 +21,19 @@ double pf_output_scale(const pf_context *context, const pf_sequence *sequence, i
     return pf_output_factor(natural, l, sink, saw_a_key) / value_factor;
 }
 
+void pf_output_scales(const pf_context *context, const pf_sequence *sequence, int64_t kv_head, int64_t first,
+                      int64_t num_rows, const void *m, const void *l, double value_factor, void *factors) {
+    const int plain = !context->call->sinks && !context->call->lse.data;
+    for (int64_t r = 0; r < num_rows; r++) {
+        const double sum = pf_real_at(context, l, r);
+        const double factor = plain && sum != 0
+                                  ? 1 / sum / value_factor
+                                  : pf_output_scale(context, sequence, kv_head, first + r,
+                                                    pf_real_at(context, m, r), sum, value_factor);
+        pf_set_real(context, factors, r, factor);
+    }
+}
+
 int pf_finish_row(const pf_context *context, const pf_sequence *sequence, int64_t kv_head, int64_t row,
                   void *o, double m, double l, double value_factor) {
     const pf_attention_call *call = context->call;

@@ -170,8 +170,7 @@ static inline void pf_pack_block(const pf_panel_scratch *s, const pf_block *bloc
             pf_pack_matrix_panel(s, block, &panel);
             continue;
         }
-        for (int64_t r = 0; r < panel.num_rows; r++)
-            s->q_rows[r] = pf_row_of(&call->q, block->sequence, block->kv_head, panel.first_row + r);
+        pf_rows_of(&call->q, block->sequence, block->kv_head, panel.first_row, panel.num_rows, s->q_rows);
         context->kernels->pack_queries(pf_panel_queries(context, s, &panel), panel.num_vectors, s->q_rows,
                                        panel.num_rows, call->head_dim, call->q.dtype, call->q.stride_dim,
                                        context->scale.query_factor, s->rows, s->row_stride);
@@ -255,6 +254,25 @@ static inline int pf_fetch_panel_terms(const pf_panel_scratch *s, const pf_block
     return 1;
 }
 
+/* The keys in `any` that each lane of a panel sees, counted from `base`; lanes without a row are like the
+ * last one that has one. */
+static inline void pf_fill_limits(const pf_panel_scratch *s, const pf_block *block, const pf_panel *panel,
+                                  pf_span any, int64_t base, int side) {
+    const int64_t group = block->sequence->group, width = panel->num_vectors * block->context->kernels->lanes;
+    const pf_mask mask = block->sequence->mask; /* stores to lo and hi can't change it */
+    int64_t query = pf_quotient(panel->first_row, group), head = panel->first_row - query * group;
+    pf_span span = {0, 0};
+    for (int64_t w = 0; w < width; w++) {
+        if (w == 0 || (w < panel->num_rows && head == 0)) {
+            span = pf_clip(pf_visible(&mask, query, side), any.lo, any.hi);
+            query++;
+        }
+        s->lo[w] = (int32_t)(span.lo - base);
+        s->hi[w] = (int32_t)(span.hi - base);
+        head = head + 1 == group ? 0 : head + 1;
+    }
+}
+
 /* The part of a tile that any row of a panel sees, ready for a kernel; false where there is none. Keys
  * are fetched when the first panel of a block needs them. */
 static inline int pf_prepare_tile(const pf_panel_scratch *s, const pf_block *block, const pf_panel *panel,
@@ -271,12 +289,7 @@ static inline int pf_prepare_tile(const pf_panel_scratch *s, const pf_block *blo
     const int64_t base = context->matrix ? border : any.lo;
     const int masked = all.lo > any.lo || all.hi < any.hi || any.lo > base;
     if (masked)
-        for (int64_t w = 0; w < (int64_t)panel->num_vectors * context->kernels->lanes; w++) {
-            const int64_t row = pf_min(first + w, end - 1);
-            const pf_span span = pf_clip(pf_row_span(block->sequence, row, side), any.lo, any.hi);
-            s->lo[w] = (int32_t)(span.lo - base);
-            s->hi[w] = (int32_t)(span.hi - base);
-        }
+        pf_fill_limits(s, block, panel, any, base, side);
     *tile = (pf_prefill_tile){.q = pf_panel_queries(context, s, panel),
                               .k_rows = s->k_rows + (any.lo - keys.lo),
                               .v_rows = s->v_rows + (any.lo - keys.lo),

@@ -139,24 +139,23 @@ static void finish_block(const pf_context *context, const pf_scratch *s, const p
             const int32_t together = part_vectors(block, &panel), place = vector % together;
             const char *o =
                 (char *)part.o + (vector - place) * lanes * call->head_dim_v * context->elem_bytes;
-            for (int64_t w = 0; w < num_rows; w++) {
-                const double m = pf_real_at(context, part.m, first_lane + w),
-                             l = pf_real_at(context, part.l, first_lane + w);
-                pf_set_real(context, s->factors, w,
-                            pf_output_scale(context, block->sequence, block->kv_head, first + w, m, l,
-                                            block->value_factor));
-                s->out_rows[w] = pf_row_of(&call->out, block->sequence, block->kv_head, first + w);
-            }
-            context->kernels->finish_rows(o, together, place, call->head_dim_v, s->factors, s->out_rows,
-                                          (int32_t)num_rows, call->out.stride_dim, call->out.dtype, s->check);
-            for (int64_t w = 0; w < num_rows; w++) {
-                const int finite = pf_real_at(context, s->check, w) == 0;
-                s->retry[first + w - block->first] =
-                    finite ? 0.0
-                           : retry_factor(s, block, o, together, place, w, first + w,
-                                          pf_real_at(context, part.l, first_lane + w), &scratch);
-                all_finite &= finite;
-            }
+            const char *l = (const char *)part.l + first_lane * context->elem_bytes;
+            pf_output_scales(context, block->sequence, block->kv_head, first, num_rows,
+                             (const char *)part.m + first_lane * context->elem_bytes, l, block->value_factor,
+                             s->factors);
+            pf_rows_of(&call->out, block->sequence, block->kv_head, first, num_rows,
+                       (const void **)s->out_rows);
+            if (context->kernels->finish_rows(o, together, place, call->head_dim_v, s->factors, s->out_rows,
+                                              (int32_t)num_rows, call->out.stride_dim, call->out.dtype,
+                                              s->check))
+                continue;
+            for (int64_t r = 0; all_finite && r < block->num_rows; r++)
+                s->retry[r] = 0;
+            all_finite = 0;
+            for (int64_t w = 0; w < num_rows; w++)
+                if (pf_real_at(context, s->check, w) != 0)
+                    s->retry[first + w - block->first] = retry_factor(
+                        s, block, o, together, place, w, first + w, pf_real_at(context, l, w), &scratch);
         }
     }
     for (int64_t r = 0; !all_finite && r < block->num_rows; r++) {

@@ -118,8 +118,10 @@ static void V(pack_queries)(void *panel, int32_t num_vectors, const void *const 
                 square[w] = V(mul)(V(load)(source[w] + d), factor);
             V(transpose)(square);
             const int64_t valid = head_dim - d < V(LANES) ? head_dim - d : V(LANES);
-            for (int64_t k = 0; k < valid; k++)
-                V(store)(lanes + (d + k) * width, square[k]);
+            PF_UNROLL
+            for (int k = 0; k < V(LANES); k++)
+                if (k < valid)
+                    V(store)(lanes + (d + k) * width, square[k]);
         }
     }
 }
@@ -140,9 +142,9 @@ static void V(unpack_rows)(const void *panel, int32_t num_vectors, int32_t vecto
     }
 }
 
-PF_INLINE void V(finish_rows_as)(const void *panel, int32_t num_vectors, int32_t vector, int64_t num_dims,
-                                 const void *factors, void *const *rows, int32_t num_rows, int64_t stride,
-                                 const int32_t dtype, void *check_) {
+PF_INLINE int V(finish_rows_as)(const void *panel, int32_t num_vectors, int32_t vector, int64_t num_dims,
+                                const void *factors, void *const *rows, int32_t num_rows, int64_t stride,
+                                const int32_t dtype, void *check_) {
     const int64_t width = (int64_t)num_vectors * V(LANES), size = pf_dtype_size(dtype);
     const V(elem) *lanes = (const V(elem) *)panel + vector * V(LANES);
     const V(vec) factor = V(load)(factors);
@@ -171,26 +173,24 @@ PF_INLINE void V(finish_rows_as)(const void *panel, int32_t num_vectors, int32_t
         }
     }
     V(store)(check_, check);
+    return V(reduce_add)(check) == 0;
 }
 
-static void V(finish_rows)(const void *panel, int32_t num_vectors, int32_t vector, int64_t num_dims,
-                           const void *factors, void *const *rows, int32_t num_rows, int64_t stride,
-                           int32_t dtype, void *check) {
+static int V(finish_rows)(const void *panel, int32_t num_vectors, int32_t vector, int64_t num_dims,
+                          const void *factors, void *const *rows, int32_t num_rows, int64_t stride,
+                          int32_t dtype, void *check) {
     switch (dtype) {
     case PF_F16:
-        V(finish_rows_as)(panel, num_vectors, vector, num_dims, factors, rows, num_rows, stride, PF_F16,
-                          check);
-        return;
+        return V(finish_rows_as)(panel, num_vectors, vector, num_dims, factors, rows, num_rows, stride,
+                                 PF_F16, check);
     case PF_BF16:
-        V(finish_rows_as)(panel, num_vectors, vector, num_dims, factors, rows, num_rows, stride, PF_BF16,
-                          check);
-        return;
+        return V(finish_rows_as)(panel, num_vectors, vector, num_dims, factors, rows, num_rows, stride,
+                                 PF_BF16, check);
     case PF_F64:
-        V(finish_rows_as)(panel, num_vectors, vector, num_dims, factors, rows, num_rows, stride, PF_F64,
-                          check);
-        return;
+        return V(finish_rows_as)(panel, num_vectors, vector, num_dims, factors, rows, num_rows, stride,
+                                 PF_F64, check);
     default:
-        V(finish_rows_as)(panel, num_vectors, vector, num_dims, factors, rows, num_rows, stride, PF_F32,
-                          check);
+        return V(finish_rows_as)(panel, num_vectors, vector, num_dims, factors, rows, num_rows, stride,
+                                 PF_F32, check);
     }
 }

@@ -101,10 +101,11 @@ typedef struct pf_real_kernels {
                          int64_t head_dim, int32_t dtype, int64_t stride, double factor, void *scratch,
                          int64_t scratch_stride);
     /* And back: vector `vector` of real [num_dims][width], times a factor per lane (real [lanes]), to
-     * num_rows rows as stored; `check` (real [lanes]) becomes 0 where all results are finite. */
-    void (*finish_rows)(const void *panel, int32_t num_vectors, int32_t vector, int64_t num_dims,
-                        const void *factors, void *const *rows, int32_t num_rows, int64_t stride,
-                        int32_t dtype, void *check);
+     * num_rows rows as stored; `check` (real [lanes]) becomes 0 where all results are finite. Returns
+     * whether it is 0 everywhere. */
+    int (*finish_rows)(const void *panel, int32_t num_vectors, int32_t vector, int64_t num_dims,
+                       const void *factors, void *const *rows, int32_t num_rows, int64_t stride,
+                       int32_t dtype, void *check);
     /* The same as they are, to rows real [lanes][row_stride]. */
     void (*unpack_rows)(const void *panel, int32_t num_vectors, int32_t vector, int64_t num_dims, void *rows,
                         int64_t row_stride);
