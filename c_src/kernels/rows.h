@@ -148,15 +148,27 @@ PF_INLINE int V(finish_rows_as)(const void *panel, int32_t num_vectors, int32_t 
     const int64_t width = (int64_t)num_vectors * V(LANES), size = pf_dtype_size(dtype);
     const V(elem) *lanes = (const V(elem) *)panel + vector * V(LANES);
     const V(vec) factor = V(load)(factors);
-    V(vec) check = V(zero)(); /* x * 0 is NaN for NaN and Inf alone */
+    V(vec) checks[4]; /* x * 0 is NaN for NaN and Inf alone */
+    PF_UNROLL
+    for (int i = 0; i < 4; i++)
+        checks[i] = V(zero)();
     for (int64_t d = 0; d < num_dims; d += V(LANES)) {
         const int64_t valid = num_dims - d < V(LANES) ? num_dims - d : V(LANES);
         V(vec) square[V(LANES)];
-        for (int64_t k = 0; k < V(LANES); k++) {
-            /* Adding 0: see state_scale. */
-            const V(vec) x = k < valid ? V(add)(V(load)(lanes + (d + k) * width), V(zero)()) : V(zero)();
-            square[k] = V(mul)(x, factor);
-            check = V(fma)(square[k], V(zero)(), check);
+        for (int64_t k = valid; k < V(LANES); k++)
+            square[k] = V(zero)();
+        if (valid == V(LANES)) {
+            PF_UNROLL
+            for (int k = 0; k < V(LANES); k++)
+                square[k] = V(load)(lanes + (d + k) * width);
+        } else {
+            for (int64_t k = 0; k < valid; k++)
+                square[k] = V(load)(lanes + (d + k) * width);
+        }
+        PF_UNROLL
+        for (int k = 0; k < V(LANES); k++) { /* adding 0: see state_scale */
+            square[k] = V(mul)(V(add)(square[k], V(zero)()), factor);
+            checks[k % 4] = V(fma)(square[k], V(zero)(), checks[k % 4]);
         }
         V(transpose)(square);
         PF_UNROLL
@@ -172,6 +184,7 @@ PF_INLINE int V(finish_rows_as)(const void *panel, int32_t num_vectors, int32_t 
             V(store_row)((char *)rows[w] + d * stride * size, stride, part, valid, dtype);
         }
     }
+    const V(vec) check = V(add)(V(add)(checks[0], checks[1]), V(add)(checks[2], checks[3]));
     V(store)(check_, check);
     return V(reduce_add)(check) == 0;
 }
