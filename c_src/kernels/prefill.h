@@ -180,6 +180,9 @@ PF_INLINE void V(score_keys)(const int num_vectors, const int masked, const pf_p
     if (masked && num_vectors > V(STRIP_VECTORS))
         for (; j < limits->end[1]; j += V(MICRO_ROWS))
             V(score_rows)(V(MICRO_ROWS), V(STRIP_VECTORS), num_vectors, 1, tile, j, lo, hi, top);
+    if (masked && num_vectors > 2 * V(STRIP_VECTORS) && V(STRIP_VECTORS) == 1 && V(MICRO_ROWS) < 8)
+        for (; j + 8 <= limits->end[2]; j += 8) /* as many chains as hide their latency */
+            V(score_rows)(8, 2 * V(STRIP_VECTORS), num_vectors, 1, tile, j, lo, hi, top);
     if (masked && num_vectors > 2 * V(STRIP_VECTORS))
         for (; j < limits->end[2]; j += V(MICRO_ROWS))
             V(score_rows)(V(MICRO_ROWS), 2 * V(STRIP_VECTORS), num_vectors, 1, tile, j, lo, hi, top);
