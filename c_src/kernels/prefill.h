@@ -5,12 +5,13 @@
  * keys, the first vectors of a panel leave out the last keys, of which they see none. Included once per
  * element type. */
 
-/* Vectors of a panel that leave out keys together. */
-enum { V(STRIP_VECTORS) = V(PANEL_VECTORS) / 3 };
+/* Whether vectors that see none of a tile's last keys leave them out. Not with six vectors, of which gcc has
+ * no register left: where loops of several widths meet in a function it keeps sums on the stack. */
+enum { V(LEAVES_OUT) = V(PANEL_VECTORS) <= 3 };
 
 /* What the lanes of a panel see of a tile: its keys [lo, hi); all of them [all_lo, all_hi). Keys from end[i]
- * to end[i + 1] are left out by the first (i + 1) * STRIP_VECTORS vectors. Ends are whole steps of a kernel;
- * those few keys that fill none are left out by nobody. */
+ * to end[i + 1] are left out by the first i + 1 vectors. Ends are whole steps of a kernel; the few keys
+ * behind end[2], which fill none, are left out by nobody. */
 typedef struct V(limits) {
     V(vec) lo[8], hi[8];
     int64_t all_lo, all_hi, end[3];
@@ -32,11 +33,10 @@ PF_INLINE void V(find_limits)(const int num_vectors, const pf_prefill_tile *tile
     limits->end[2] = tile->num_keys / V(MICRO_ROWS) * V(MICRO_ROWS);
     PF_UNROLL
     for (int i = 0; i < 2; i++) {
-        const int vectors = (i + 1) * V(STRIP_VECTORS);
         limits->end[i] = limits->end[2];
-        if (num_vectors > vectors)
+        if (V(LEAVES_OUT) && i + 1 < num_vectors)
             limits->end[i] =
-                pf_min(limits->end[2], pf_round_up(tile->hi[vectors * V(LANES) - 1], V(MICRO_ROWS)));
+                pf_min(limits->end[2], pf_round_up(tile->hi[(i + 1) * V(LANES) - 1], V(MICRO_ROWS)));
     }
 }
 
@@ -145,12 +145,12 @@ PF_INLINE void V(value_columns)(const int num_columns, const int num_vectors, co
     for (int64_t j = 0; j < end; j++)
         V(add_value)(num_columns, 0, num_vectors, tile, j, column, sums);
     if (masked) {
-        if (num_vectors > V(STRIP_VECTORS))
+        if (V(LEAVES_OUT) && num_vectors > 1)
             for (int64_t j = limits->end[0]; j < limits->end[1]; j++)
-                V(add_value)(num_columns, V(STRIP_VECTORS), num_vectors, tile, j, column, sums);
-        if (num_vectors > 2 * V(STRIP_VECTORS))
+                V(add_value)(num_columns, 1, num_vectors, tile, j, column, sums);
+        if (V(LEAVES_OUT) && num_vectors > 2)
             for (int64_t j = limits->end[1]; j < limits->end[2]; j++)
-                V(add_value)(num_columns, 2 * V(STRIP_VECTORS), num_vectors, tile, j, column, sums);
+                V(add_value)(num_columns, 2, num_vectors, tile, j, column, sums);
         for (int64_t j = limits->end[2]; j < tile->num_keys; j++)
             V(add_value)(num_columns, 0, num_vectors, tile, j, column, sums);
     }
@@ -172,20 +172,20 @@ PF_INLINE void V(score_keys)(const int num_vectors, const int masked, const pf_p
     const int64_t end = masked ? limits->end[0] : tile->num_keys;
     int64_t j = 0;
     for (; j + V(MICRO_ROWS) <= end; j += V(MICRO_ROWS)) {
-        if (masked && (j < limits->all_lo || j + V(MICRO_ROWS) > limits->all_hi))
+        if (masked && (!V(LEAVES_OUT) || j < limits->all_lo || j + V(MICRO_ROWS) > limits->all_hi))
             V(score_rows)(V(MICRO_ROWS), 0, num_vectors, 1, tile, j, lo, hi, top);
         else
             V(score_rows)(V(MICRO_ROWS), 0, num_vectors, 0, tile, j, lo, hi, top);
     }
-    if (masked && num_vectors > V(STRIP_VECTORS))
+    if (masked && V(LEAVES_OUT) && num_vectors > 1)
         for (; j < limits->end[1]; j += V(MICRO_ROWS))
-            V(score_rows)(V(MICRO_ROWS), V(STRIP_VECTORS), num_vectors, 1, tile, j, lo, hi, top);
-    if (masked && num_vectors > 2 * V(STRIP_VECTORS) && V(STRIP_VECTORS) == 1 && V(MICRO_ROWS) < 8)
+            V(score_rows)(V(MICRO_ROWS), 1, num_vectors, 1, tile, j, lo, hi, top);
+    if (masked && V(LEAVES_OUT) && num_vectors > 2 && V(MICRO_ROWS) < 8)
         for (; j + 8 <= limits->end[2]; j += 8) /* as many chains as hide their latency */
-            V(score_rows)(8, 2 * V(STRIP_VECTORS), num_vectors, 1, tile, j, lo, hi, top);
-    if (masked && num_vectors > 2 * V(STRIP_VECTORS))
+            V(score_rows)(8, 2, num_vectors, 1, tile, j, lo, hi, top);
+    if (masked && V(LEAVES_OUT) && num_vectors > 2)
         for (; j < limits->end[2]; j += V(MICRO_ROWS))
-            V(score_rows)(V(MICRO_ROWS), 2 * V(STRIP_VECTORS), num_vectors, 1, tile, j, lo, hi, top);
+            V(score_rows)(V(MICRO_ROWS), 2, num_vectors, 1, tile, j, lo, hi, top);
     if (V(MICRO_ROWS) > 4)
         for (; j + 4 <= tile->num_keys; j += 4)
             V(score_rows)(4, 0, num_vectors, masked, tile, j, lo, hi, top);
@@ -268,11 +268,10 @@ PF_INLINE void V(prefill_body)(const int num_vectors, const int masked, const pf
     }
     int64_t key =
         V(weigh_some)(0, num_vectors, scores, 0, masked ? limits.end[0] : tile->num_keys, top, sums, weights);
-    if (masked && num_vectors > V(STRIP_VECTORS))
-        key = V(weigh_some)(V(STRIP_VECTORS), num_vectors, scores, key, limits.end[1], top, sums, weights);
-    if (masked && num_vectors > 2 * V(STRIP_VECTORS))
-        key =
-            V(weigh_some)(2 * V(STRIP_VECTORS), num_vectors, scores, key, limits.end[2], top, sums, weights);
+    if (masked && V(LEAVES_OUT) && num_vectors > 1)
+        key = V(weigh_some)(1, num_vectors, scores, key, limits.end[1], top, sums, weights);
+    if (masked && V(LEAVES_OUT) && num_vectors > 2)
+        key = V(weigh_some)(2, num_vectors, scores, key, limits.end[2], top, sums, weights);
     for (; masked && key < tile->num_keys; key++)
         V(weigh_keys)(1, 0, num_vectors, scores + key * num_vectors * V(LANES), top, sums, weights);
     PF_UNROLL
