@@ -208,8 +208,7 @@ static void V(score_tile)(const pf_prefill_tile *tile) {
     V(panel_terms)(tile, top);
 }
 
-/* Scores of num_keys keys to weights, for the vectors [start, num_vectors); `sums` are added up key by key.
- */
+/* Scores of num_keys keys to weights, of the vectors [start, num_vectors); `sums` are added up key by key. */
 PF_INLINE void V(weigh_keys)(const int num_keys, const int start, const int num_vectors, V(elem) * scores,
                              const V(vec) * top, V(vec) * sums, V(weights) weights) {
     const int n = num_vectors - start;
