@@ -198,11 +198,12 @@ class Explanation(NamedTuple):
     tile : int
         Keys per tile of the recurrence; of the prefill family where both are in use.
     rows_per_item : int
-        Query rows that one work item covers; of the prefill family where both are in use.
+        Query rows that one work item covers, in a prefill at most: threads take fewer towards its end. Of the
+        prefill family where both are in use.
     num_splits : int
         Parts of the longest sequence's keys whose states are merged.
     num_items, num_threads : int
-        Work items, and the threads that share them out.
+        Work items of so many rows, and the threads that share them out.
     tiles_total, tiles_skipped : int
         Key tiles of all work items, and those of them that no row of the item sees.
     workspace_bytes : int

@@ -32,6 +32,8 @@ void pf_output_scales(const pf_context *context, const pf_sequence *sequence, in
                                                     pf_real_at(context, m, r), sum, value_factor);
         pf_set_real(context, factors, r, factor);
     }
+    for (int64_t r = num_rows; r < context->kernels->lanes; r++)
+        pf_set_real(context, factors, r, 0); /* lanes without a row are multiplied too */
 }
 
 int pf_finish_row(const pf_context *context, const pf_sequence *sequence, int64_t kv_head, int64_t row,
