@@ -262,8 +262,11 @@ static void run_side(const pf_scratch *s, const pf_item *item, pf_state state, p
             block->lo = s->lo;
             block->hi = s->hi;
         }
+        /* What is copied is not read by the kernel where it lies. */
+        const int64_t num_next =
+            copies_keys(context->call, item->value_factor) ? 0 : pf_min(tile, end - present.hi);
         for (int32_t head = 0; head < item->num_heads; head++)
-            run_head(s, item, state, present, lo, pf_min(tile, end - present.hi), head, block);
+            run_head(s, item, state, present, lo, num_next, head, block);
     }
 }
 

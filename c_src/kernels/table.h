@@ -51,8 +51,7 @@ typedef struct pf_decode_block {
     const void *q;             /* real [num_rows][q_stride], zero behind head_dim */
     const void *const *k_rows; /* pointers to the keys from key_lo on, as stored, unit stride */
     const void *const *v_rows;
-    /* Rows that will be needed next, in the order of their addresses: the kernel fetches them, evenly over
-     * its work, into the second cache. */
+    /* The num_next rows that follow, which the kernel fetches meanwhile. */
     const void *const *k_next, *const *v_next;
     const int32_t *lo, *hi;        /* [num_rows]: visible keys of each row; null: all that are present */
     void *scores;                  /* real [num_rows][scores_stride], scratch */
